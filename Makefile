@@ -1,0 +1,21 @@
+.PHONY: install check test test-gpu bench
+
+# On ROCm the image's own torch has to survive, so that list names none.
+CONSTRAINTS := $(shell python -c "import torch; print('constraints-rocm.txt' if torch.version.hip else 'constraints.txt')" 2>/dev/null || echo constraints.txt)
+
+install: ## into the active environment
+	python -m pip install -c $(CONSTRAINTS) -e '.[demo,test]'
+
+check:
+	ruff format --check .
+	ruff check .
+	mypy
+
+test:
+	python -m pytest -m 'not gpu'
+
+test-gpu:
+	python -m pytest -m gpu
+
+bench:
+	python benchmarks/bench_encoder.py

