@@ -1,0 +1,90 @@
+"""Errors -> HTTP: one table of statuses, one body."""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from encoders import errors
+from encoders.errors import EncoderError
+
+logger = logging.getLogger(__name__)
+
+STATUS: dict[type[EncoderError], HTTPStatus] = {
+    errors.InvalidRequest: HTTPStatus.BAD_REQUEST,
+    errors.Unauthorized: HTTPStatus.UNAUTHORIZED,
+    errors.UnknownModel: HTTPStatus.NOT_FOUND,
+    errors.DeadlineExceeded: HTTPStatus.REQUEST_TIMEOUT,
+    errors.RequestTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    errors.UnsupportedImageType: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    errors.InvalidImage: HTTPStatus.UNPROCESSABLE_ENTITY,
+    errors.Overloaded: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+HEADERS = {
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "1"},
+}
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of `app` from the table."""
+    app.add_exception_handler(EncoderError, _refused)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(HTTPException, _routing)
+    app.add_exception_handler(Exception, _failed)
+
+
+def refusal(error: EncoderError) -> JSONResponse:
+    """The reply to an error of the tree; one that no client can mend is a plain 500."""
+    status = STATUS.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+    if status is HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.error("%s", error, exc_info=error)
+        return reply(status, "internal error")
+    return reply(status, str(error), code=snake_case(type(error).__name__), param=error.item)
+
+
+def reply(
+    status: int, message: str, *, code: str | None = None, param: str | None = None
+) -> JSONResponse:
+    """OpenAI's `error` object, and `detail` for the clients that read that."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse(
+        {"error": error, "detail": message}, status, headers=HEADERS.get(HTTPStatus(status))
+    )
+
+
+def snake_case(name: str) -> str:
+    """`ImageTooLarge` -> `image_too_large`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def describe(problems: Iterable[Mapping[str, Any]]) -> str:
+    """pydantic's findings in one line, without the input: that may be megabytes."""
+    places = ((".".join(str(part) for part in p["loc"]), p["msg"]) for p in problems)
+    return "; ".join(f"{place}: {message}" if place else message for place, message in places)
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, EncoderError)
+    return refusal(error)
+
+
+async def _malformed(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return refusal(errors.InvalidRequest(describe(error.errors())))
+
+
+async def _routing(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return reply(error.status_code, str(error.detail))
+
+
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    return reply(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")

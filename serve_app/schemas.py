@@ -1,0 +1,91 @@
+"""Wire formats of requests and replies."""
+
+import base64
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import AliasChoices, BaseModel, Field, PositiveInt
+
+from serve_app.service import Embedding, Rows
+
+
+class EmbeddingsRequest(BaseModel):
+    """OpenAI's envelope. Unknown fields are ignored, as its clients expect."""
+
+    input: str | dict[str, Any] | list[Any] = Field(
+        description="a data URI, an object with an `image`, or a list of them"
+    )
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: PositiveInt | None = Field(
+        None, validation_alias=AliasChoices("dimensions", "output_dimension")
+    )
+    modality: str | None = Field(None, description='"image" makes a bare string base64')
+
+
+class EmbeddingData(BaseModel):
+    """One image's embedding: numbers, or the base64 of little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Usage(BaseModel):
+    """Patches that the images took, under OpenAI's names."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsReply(BaseModel):
+    """OpenAI's reply to both embedding endpoints."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingData]
+    model: str
+    usage: Usage
+
+    @classmethod
+    def of(cls, embeddings: list[Embedding], model: str, encoding: str) -> "EmbeddingsReply":
+        """The reply for embeddings in order of the request's items."""
+        rows = [x.values for x in embeddings]
+        encoded = [to_base64(row) if encoding == "base64" else row.tolist() for row in rows]
+        data = [EmbeddingData(index=i, embedding=values) for i, values in enumerate(encoded)]
+        patches = sum(embedding.num_patches for embedding in embeddings)
+        return cls(data=data, model=model, usage=Usage(prompt_tokens=patches, total_tokens=patches))
+
+
+class Model(BaseModel):
+    """What is served, and the limits that a client has to keep."""
+
+    id: str
+    object: Literal["model"] = "model"
+    owned_by: str = "vision-encoder-serve"
+    dimensions: int
+    normalized: bool
+    max_images_per_request: int
+    max_body_bytes: int
+    max_image_bytes: int
+    max_image_pixels: int
+    max_aspect_ratio: float
+
+
+class Models(BaseModel):
+    """OpenAI's list of models: always one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def to_base64(values: Rows) -> str:
+    """Little-endian float32, as OpenAI's clients decode it."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def shorten(embedding: Embedding, dimensions: int, *, normalize: bool) -> Embedding:
+    """The first `dimensions` values, at unit length again if the whole was."""
+    values = embedding.values[:dimensions]
+    if normalize:
+        values = values / max(float(np.linalg.norm(values)), 1e-12)
+    return Embedding(values, embedding.num_patches)
