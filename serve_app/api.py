@@ -1,29 +1,14 @@
 """The HTTP front door: `build_api(service, ...)` is a FastAPI app that knows nothing of Ray."""
 
-import asyncio
-import hmac
-import io
-import time
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import PositiveFloat, PositiveInt, SecretStr, ValidationError
-from starlette.datastructures import UploadFile
+from fastapi import APIRouter, Depends, FastAPI
 
-from encoders import errors
-from encoders.config import EncoderConfig, Settings
+from encoders.config import EncoderConfig
 from serve_app import __version__, refusals, schemas
 from serve_app.body_limit import BodyLimit
-from serve_app.canary import CANARY
-from serve_app.service import Embedding, ImageItem, ImageService
-from serve_app.sources import image_bytes
-
-NPY = "application/x-npy"
-READY_FOR_S = 10.0
-"""After any answer, readiness is believed this long: probes then cost a busy encoder nothing."""
+from serve_app.endpoints import ApiLimits, Endpoints
+from serve_app.service import ImageService
 
 Accepts = dict[str, Any]
 IMAGE_BODY: Accepts = {
@@ -54,165 +39,19 @@ JSON_BODY: Accepts = {
 REPLY: dict[int | str, dict[str, Any]] = {200: {"model": schemas.EmbeddingsReply}}
 
 
-class ApiLimits(Settings):
-    """What one request may ask for, and whether it needs a key."""
-
-    max_body_bytes: PositiveInt = 64 * 1024 * 1024
-    max_images: PositiveInt = 64
-    request_timeout_s: PositiveFloat = 60.0
-    api_key: SecretStr | None = None
-
-
 def build_api(service: ImageService, config: EncoderConfig, limits: ApiLimits) -> FastAPI:
     """The whole HTTP interface over anything that turns images into embeddings."""
-    api = Api(service, config, limits)
+    endpoints = Endpoints(service, config, limits)
     app = FastAPI(title="Image embeddings", version=__version__)
-    app.get("/health", summary="Live: this process answers")(api.health)
-    app.get("/ready", summary="An encoder answers")(api.ready)
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(api.authorize)])
-    v1.get("/models")(api.models)
-    v1.post("/embeddings", responses=REPLY, openapi_extra=JSON_BODY)(api.embeddings)
-    v1.post("/images/embeddings", responses=REPLY, openapi_extra=IMAGE_BODY)(api.image_embeddings)
+    app.get("/health", summary="Live: this process answers")(endpoints.health)
+    app.get("/ready", summary="An encoder answers")(endpoints.ready)
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(endpoints.authorize)])
+    v1.get("/models")(endpoints.models)
+    v1.post("/embeddings", responses=REPLY, openapi_extra=JSON_BODY)(endpoints.embeddings)
+    v1.post("/images/embeddings", responses=REPLY, openapi_extra=IMAGE_BODY)(
+        endpoints.image_embeddings
+    )
     app.include_router(v1)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     refusals.install(app)
     return app
-
-
-class Api:
-    """The endpoints, over one service."""
-
-    def __init__(self, service: ImageService, config: EncoderConfig, limits: ApiLimits) -> None:
-        self._service = service
-        self._config = config
-        self._limits = limits
-        self._answered_at = -READY_FOR_S
-
-    async def authorize(
-        self,
-        bearer: Annotated[
-            HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))
-        ],
-    ) -> None:
-        """Let a request pass that carries the configured key, or any if none is configured."""
-        if (key := self._limits.api_key) is None:
-            return
-        if bearer is None:
-            raise errors.Unauthorized("this service wants an `Authorization: Bearer` header")
-        if not hmac.compare_digest(bearer.credentials.encode(), key.get_secret_value().encode()):
-            raise errors.Unauthorized("wrong API key")
-
-    async def health(self) -> dict[str, str]:
-        """200 as long as this process lives."""
-        return {"status": "live"}
-
-    async def ready(self) -> dict[str, str]:
-        """200 if an encoder has answered lately, or answers a canary image now; else 503."""
-        if time.monotonic() - self._answered_at > READY_FOR_S:
-            try:
-                await self._submit([CANARY], timeout_s=READY_FOR_S)
-            except errors.EncoderError as error:
-                raise errors.Overloaded(f"no encoder answers: {error}") from error
-        return {"status": "ready"}
-
-    async def models(self) -> schemas.Models:
-        """The one model served here, and its limits."""
-        config, limits = self._config, self._limits
-        model = schemas.Model(
-            id=config.name,
-            dimensions=config.dimensions,
-            normalized=config.normalize,
-            max_images_per_request=limits.max_images,
-            max_body_bytes=limits.max_body_bytes,
-            max_image_bytes=config.limits.max_bytes,
-            max_image_pixels=config.limits.max_pixels,
-            max_aspect_ratio=config.limits.max_aspect_ratio,
-        )
-        return schemas.Models(data=[model])
-
-    async def embeddings(self, request: Request) -> Response:
-        """OpenAI's endpoint: images as data URIs or base64 in JSON."""
-        # Megabytes of JSON and base64 are parsed in a thread: the loop serves others meanwhile.
-        wanted, items = await asyncio.to_thread(self._parse, await request.body())
-        if wanted.model not in (None, self._config.name):
-            raise errors.UnknownModel(
-                f"model {wanted.model!r} is not served here, only {self._config.name!r}"
-            )
-        embeddings = await self._embed(items, wanted.dimensions)
-        return self._json(embeddings, wanted.encoding_format)
-
-    async def image_embeddings(
-        self, request: Request, dimensions: Annotated[int | None, Query(ge=1)] = None
-    ) -> Response:
-        """One image as the body, or many as multipart files; JSON, or `application/x-npy`."""
-        embeddings = await self._embed(await _uploads(request), dimensions)
-        if NPY in request.headers.get("accept", ""):
-            return Response(npy(embeddings), media_type=NPY)
-        return self._json(embeddings, "float")
-
-    def _parse(self, body: bytes) -> tuple[schemas.EmbeddingsRequest, list[ImageItem]]:
-        try:
-            wanted = schemas.EmbeddingsRequest.model_validate_json(body)
-        except ValidationError as error:
-            raise errors.InvalidRequest(refusals.describe(error.errors())) from error
-        single = not isinstance(wanted.input, list)
-        values = [wanted.input] if single else list(wanted.input)
-        self._check_count(len(values))
-        items = []
-        for index, value in enumerate(values):
-            name = "input" if single else f"input[{index}]"
-            try:
-                items.append(ImageItem(name, image_bytes(value, modality=wanted.modality)))
-            except errors.EncoderError as error:
-                raise error.named(name) from error
-        return wanted, items
-
-    async def _embed(self, items: Sequence[ImageItem], dimensions: int | None) -> list[Embedding]:
-        self._check_count(len(items))
-        width = self._config.dimensions
-        if dimensions is not None and dimensions > width:
-            raise errors.InvalidRequest(f"dimensions is {dimensions}, the model has {width}")
-        embeddings = await self._submit(items, self._limits.request_timeout_s)
-        if dimensions is None:
-            return embeddings
-        normalize = self._config.normalize
-        return [schemas.shorten(x, dimensions, normalize=normalize) for x in embeddings]
-
-    async def _submit(self, items: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                embeddings = await self._service.submit(items)
-        except TimeoutError as error:
-            raise errors.DeadlineExceeded(
-                f"{len(items)} images were not encoded within {timeout_s} s"
-            ) from error
-        self._answered_at = time.monotonic()
-        return embeddings
-
-    def _check_count(self, num_images: int) -> None:
-        if num_images == 0:
-            raise errors.InvalidRequest("the request has 0 images, at least 1 is needed")
-        if num_images > self._limits.max_images:
-            raise errors.RequestTooLarge(
-                f"the request has {num_images} images, the limit is {self._limits.max_images}"
-            )
-
-    def _json(self, embeddings: list[Embedding], encoding: str) -> Response:
-        reply = schemas.EmbeddingsReply.of(embeddings, self._config.name, encoding)
-        return Response(reply.model_dump_json(), media_type="application/json")
-
-
-async def _uploads(request: Request) -> list[ImageItem]:
-    """The files of a multipart body, or the body itself as one image."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        return [ImageItem("image", await request.body())]
-    async with request.form() as form:
-        files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-        return [ImageItem(f"file[{i}]", await file.read()) for i, file in enumerate(files)]
-
-
-def npy(embeddings: Sequence[Embedding]) -> bytes:
-    """A float32 [images, dimensions] array in NumPy's file format."""
-    file = io.BytesIO()
-    np.save(file, np.stack([embedding.values for embedding in embeddings]), allow_pickle=False)
-    return file.getvalue()

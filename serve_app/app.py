@@ -1,10 +1,11 @@
 """The app that `serve run serve_config.yaml` starts: the only place that makes deployments."""
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
 
 from encoders.config import EncoderConfig, Settings
 from encoders.errors import ConfigError
@@ -44,11 +45,16 @@ def build_app(args: AppArgs) -> Application:
     )(EncoderReplica).bind(config, device)
     batcher = serve.deployment(
         name="Batcher", max_ongoing_requests=MANY, ray_actor_options={"num_cpus": CPUS}
-    )(Batcher).bind(EncoderHandle(encoder), config, args.batch, args.queue)
+    )(Batcher).bind(EncoderHandle(handle(encoder)), config, args.batch, args.queue)
     ingress = serve.deployment(
         name="Ingress", max_ongoing_requests=MANY, ray_actor_options={"num_cpus": CPUS}
     )(serve.ingress()(Ingress))
-    return ingress.bind(BatcherHandle(batcher), config, args.api)
+    return ingress.bind(BatcherHandle(handle(batcher)), config, args.api)
+
+
+def handle(app: Application) -> DeploymentHandle[Any]:
+    """What Serve puts in a bound application's place, wherever it stands, when it deploys."""
+    return cast("DeploymentHandle[Any]", app)
 
 
 def resolve_device(device: str) -> str:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -115,7 +116,9 @@ class Batcher:
         """Start one lease, unless one is being waited for or nothing needs it."""
         if self._waiting and not self._leasing:
             self._leasing = True
-            task = asyncio.create_task(self._encode_next())
+            # In a context of its own: in that of the request that asked, Ray would cancel the
+            # whole batch when that one caller leaves.
+            task = asyncio.create_task(self._encode_next(), context=Context())
             self._tasks.add(task)  # the loop itself keeps only weak references
             task.add_done_callback(self._tasks.discard)
 

@@ -1,5 +1,6 @@
 """Ray's handles behind the tiers' protocols. Errors come out as the far side raised them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,12 @@ class BatcherHandle:
     async def submit(self, images: Sequence[ImageItem]) -> list[Embedding]:
         """One embedding per image, in order."""
         with unwrapped():
-            return await self.handle.submit.remote(images)
+            response = self.handle.submit.remote(images)
+            try:
+                return await response
+            except asyncio.CancelledError:
+                response.cancel()  # else the far side would finish for a caller that left
+                raise
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,9 @@ async def _malformed(_: Request, error: Exception) -> JSONResponse:
 
 async def _routing(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return reply(error.status_code, str(error.detail))
+    response = reply(error.status_code, str(error.detail))
+    response.headers.update(error.headers or {})  # `Allow` of a 405
+    return response
 
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:
