@@ -1,9 +1,11 @@
-"""Packed self-attention backends and the argument layouts they take.
+"""The argument layouts of packed self-attention, and the reference that every kernel is held to.
 
 Shapes: T = packed rows, H = heads, K = head width, S = rows of one image, N = images.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +21,32 @@ Attention = Callable[[Tensor, Tensor, Tensor, AttentionLayout], Tensor]
 """(q, k, v, layout) -> out, each [T, H, K]: every row attends to the rows of its own image."""
 
 
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One attention kernel and what it needs."""
+
+    name: str
+    attention: Attention
+    boundaries: Literal["host", "device"]
+    """Where `attention` reads `cu_seqlens`."""
+    capturable: bool
+    """Whether it may be recorded in a HIP or CUDA graph."""
+    reason: str = "as requested"
+    """Why this one, for the log; after "auto" also what was passed over and why."""
+
+
 def cu_seqlens_and_max(layout: AttentionLayout) -> tuple[Tensor, int]:
     """Both parts of a layout; a bare tensor costs one read of the device."""
     if isinstance(layout, Tensor):
         return layout, int(layout.diff().max())  # syncs: eager callers only
-    cu_seqlens, max_seqlen = layout
-    if not isinstance(cu_seqlens, Tensor) or not isinstance(max_seqlen, int):
-        # A tensor here would be read back by the kernel's launcher, once per layer.
-        raise TypeError(
-            "an attention layout is [cu_seqlens tensor, max_seqlen int], got "
-            f"[{type(cu_seqlens).__name__}, {type(max_seqlen).__name__}]"
-        )
-    return cu_seqlens, max_seqlen
+    match layout:
+        case [Tensor() as cu_seqlens, int() as max_seqlen]:
+            return cu_seqlens, max_seqlen
+    # A tensor as max_seqlen would be read back by the kernel's launcher, once per layer.
+    raise TypeError(
+        "an attention layout is [cu_seqlens tensor, max_seqlen int], got "
+        f"[{', '.join(type(part).__name__ for part in layout)}]"
+    )
 
 
 def sdpa(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, layout: AttentionLayout) -> Tensor:

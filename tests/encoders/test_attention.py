@@ -1,5 +1,7 @@
 """The reference backend and the argument layouts."""
 
+import re
+
 import pytest
 import torch
 
@@ -37,7 +39,31 @@ def test_a_bare_tensor_is_asked_for_its_longest_image() -> None:
     assert cu_seqlens_and_max(CU_SEQLENS) == (CU_SEQLENS, 5)
 
 
-@pytest.mark.parametrize("layout", [[CU_SEQLENS, torch.tensor(5)], [[0, 9], 9]], ids=str)
-def test_a_layout_that_would_be_read_back_from_the_device_is_refused(layout: list) -> None:
-    with pytest.raises(TypeError, match="max_seqlen int"):
+@pytest.mark.parametrize(
+    ("layout", "got"),
+    [
+        ([CU_SEQLENS, torch.tensor(5)], "[Tensor, Tensor]"),  # the kernel would read it back
+        ([[0, 9], 9], "[list, int]"),
+        ([CU_SEQLENS, CU_SEQLENS.diff(), 5], "[Tensor, Tensor, int]"),  # SGLang's Triton layout
+        ([CU_SEQLENS], "[Tensor]"),
+    ],
+    ids=["tensor as max", "list as boundaries", "three parts", "one part"],
+)
+def test_another_layout_is_refused_by_what_it_holds(layout: list, got: str) -> None:
+    with pytest.raises(
+        TypeError, match=re.escape(f"[cu_seqlens tensor, max_seqlen int], got {got}")
+    ):
         cu_seqlens_and_max(layout)
+
+
+def test_the_reference_leaves_max_seqlen_to_the_kernels() -> None:
+    q, k, v = qkv()
+
+    assert torch.equal(sdpa(q, k, v, [CU_SEQLENS, 5]), sdpa(q, k, v, [CU_SEQLENS, 9]))
+
+
+def test_strided_views_of_a_packed_qkv_give_the_bits_of_copies() -> None:
+    views = torch.randn(9, 3, 2, 8, generator=torch.Generator().manual_seed(0)).unbind(1)
+    copies = [view.contiguous() for view in views]
+
+    assert torch.equal(sdpa(*views, CU_SEQLENS), sdpa(*copies, CU_SEQLENS))
