@@ -124,18 +124,20 @@ class Batcher:
 
     async def _encode_next(self) -> None:
         """Lease a slot, encode what waits then, and settle every future, whatever happens."""
-        batch: list[Waiting] = []
+        batch: list[Waiting] | None = None  # None until the slot is ours
         try:
             async with self._slots.lease() as slot:
-                if batch := self._take():
+                batch = self._take()
+                if batch:
                     packed = await self._in_thread(self._pack, batch)
                     settle(batch, await slot.encode(packed))
         except Exception as error:  # belongs to the callers; the next batch is served
-            for item in batch or self._take():
+            batch = self._take() if batch is None else batch
+            for item in batch:
                 if not item.future.done():
                     item.future.set_exception(error)
         finally:
-            for item in batch:
+            for item in self._take() if batch is None else batch:
                 item.future.cancel()  # only if we were cancelled: the others are settled
 
     def _take(self) -> list[Waiting]:
@@ -188,6 +190,8 @@ def naming(item: str) -> Iterator[None]:
 
 def settle(batch: Sequence[Waiting], rows: Rows) -> None:
     """Give each caller its row; a row with NaN or infinity is that image's error alone."""
+    if len(rows) != len(batch):  # whose row is missing cannot be known: nobody gets one
+        raise ValueError(f"{len(rows)} rows came for {len(batch)} images")
     for item, row in zip(batch, rows, strict=True):
         if item.future.done():
             continue  # the caller left while the batch ran

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import io
+import math
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,6 +12,7 @@ import numpy as np
 from fastapi import Depends, Query, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import PositiveFloat, PositiveInt, SecretStr, ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 
 from encoders import errors
@@ -54,7 +56,9 @@ class Endpoints:
             return
         if bearer is None:
             raise errors.Unauthorized("this service wants an `Authorization: Bearer` header")
-        if not hmac.compare_digest(bearer.credentials.encode(), key.get_secret_value().encode()):
+        # Headers arrive decoded as latin-1, whatever bytes the client meant.
+        sent = bearer.credentials.encode("latin-1")
+        if not hmac.compare_digest(sent, key.get_secret_value().encode()):
             raise errors.Unauthorized("wrong API key")
 
     async def health(self) -> dict[str, str]:
@@ -91,7 +95,7 @@ class Endpoints:
         wanted, items = await asyncio.to_thread(self._parse, await request.body())
         if wanted.model not in (None, self._config.name):
             raise errors.UnknownModel(
-                f"model {wanted.model!r} is not served here, only {self._config.name!r}"
+                f"model {wanted.model[:80]!r} is not served here, only {self._config.name!r}"
             )
         embeddings = await self._embed(items, wanted.dimensions)
         return self._json(embeddings, wanted.encoding_format)
@@ -159,11 +163,20 @@ class Endpoints:
 
 async def _uploads(request: Request) -> list[ImageItem]:
     """The files of a multipart body, or the body itself as one image."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    kind = request.headers.get("content-type", "").lower()
+    if not kind.startswith("multipart/form-data"):
         return [ImageItem("image", await request.body())]
-    async with request.form() as form:
-        files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
-        return [ImageItem(f"file[{i}]", await file.read()) for i, file in enumerate(files)]
+    _, parameters = parse_options_header(request.headers["content-type"])
+    end = b"--" + parameters.get(b"boundary", b"") + b"--"
+    if end not in (await request.body())[-1024:]:  # the parser would drop the last file silently
+        raise errors.InvalidRequest("the multipart body ends before its closing boundary")
+    try:
+        # The body's own limit bounds the number of parts; ours of images has its own message.
+        async with request.form(max_files=math.inf) as form:
+            files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+            return [ImageItem(f"file[{i}]", await file.read()) for i, file in enumerate(files)]
+    except UnicodeError as error:
+        raise errors.InvalidRequest("the form's charset cannot be decoded") from error
 
 
 def npy(embeddings: Sequence[Embedding]) -> bytes:

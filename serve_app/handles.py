@@ -44,7 +44,7 @@ class BatcherHandle:
             try:
                 return await response
             except asyncio.CancelledError:
-                response.cancel()  # else the far side would finish for a caller that left
+                response.cancel()  # type: ignore[no-untyped-call]  # else the far side would finish for a caller that left
                 raise
 
 

@@ -3,7 +3,8 @@
 from fastapi import FastAPI
 
 from encoders.config import EncoderConfig
-from serve_app.api import ApiLimits, build_api
+from serve_app.api import build_api
+from serve_app.endpoints import ApiLimits
 from serve_app.service import ImageService
 
 

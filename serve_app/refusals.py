@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from encoders import errors
 from encoders.errors import EncoderError
@@ -37,6 +38,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(EncoderError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _routing)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _failed)
 
 
@@ -86,6 +88,10 @@ async def _routing(_: Request, error: Exception) -> JSONResponse:
     response = reply(error.status_code, str(error.detail))
     response.headers.update(error.headers or {})  # `Allow` of a 405
     return response
+
+
+async def _left(_: Request, error: Exception) -> JSONResponse:
+    return reply(HTTPStatus.BAD_REQUEST, "the client left while it sent")  # nobody reads this
 
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:

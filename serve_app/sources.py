@@ -13,7 +13,8 @@ from urllib.parse import unquote_to_bytes
 from encoders.errors import InvalidRequest
 
 IMAGE_KEYS = ("image", "image_url", "url", "bytes", "b64_json")
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,31}):")
+BASE64_MARK = re.compile(r";\s*base64\s*$", re.IGNORECASE)
 URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -24,6 +25,7 @@ def image_bytes(item: Any, *, modality: str | None = None) -> bytes:
         item, bare_base64 = _image_value(item), True
     if not isinstance(item, str):
         raise InvalidRequest(f"an item is a string or an object, not {type(item).__name__}")
+    item = item.strip()
     if scheme := SCHEME.match(item):
         if scheme[1].lower() == "data":
             return _data_uri(item)
@@ -35,14 +37,16 @@ def image_bytes(item: Any, *, modality: str | None = None) -> bytes:
             "text input is not supported by this model; send a data URI, or bare base64 with "
             '"modality": "image"'
         )
-    return _base64(item.encode())
+    return _base64(_utf8(item))
 
 
 def _image_value(item: dict[str, Any]) -> Any:
     for key in IMAGE_KEYS:
         if (value := item.get(key)) is not None:
             return value.get("url") if isinstance(value, dict) else value
-    keys = ", ".join(sorted(item)) or "none at all"
+    # The caller's own words: they may be megabytes, and no valid Unicode.
+    keys = ", ".join(sorted(item))[:200].encode("ascii", "backslashreplace").decode()
+    keys = keys or "none at all"
     raise InvalidRequest(f"the object has no key of {', '.join(IMAGE_KEYS)}; it has {keys}")
 
 
@@ -51,10 +55,15 @@ def _data_uri(uri: str) -> bytes:
     head, comma, payload = uri.partition(",")
     if not comma:
         raise InvalidRequest(f"a data URI of {len(uri)} characters has no comma")
-    raw = unquote_to_bytes(payload)
-    if head.strip().lower().endswith(";base64"):
-        return _base64(raw)
-    return raw
+    raw = unquote_to_bytes(_utf8(payload))
+    return _base64(raw) if BASE64_MARK.search(head) else raw
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise InvalidRequest(f"the item is not valid Unicode: {error.reason}") from error
 
 
 def _base64(text: bytes) -> bytes:
