@@ -76,26 +76,39 @@ class ShortestEdge(Settings):
     max_pixels: PositiveInt
 
 
+class SmartResize(Settings):
+    """Qwen's rule: sides to the nearest whole merge blocks, area within two bounds."""
+
+    rule: Literal["smart_resize"]
+    min_pixels: PositiveInt
+    max_pixels: PositiveInt
+
+
+Resize = Annotated[ShortestEdge | SmartResize, Field(discriminator="rule")]
+
+
 class EncoderConfig(Settings):
     """One checkpoint: its weights, how images become patches, how rows become an embedding.
 
-    `patch_size` and `dimensions` repeat what the checkpoint says, so that processes without the
-    weights (Ingress, Batcher) know them; the Encoder refuses a checkpoint that disagrees.
+    `patch_size`, `merge_size` and `dimensions` repeat what the checkpoint says, so that processes
+    without the weights (Ingress, Batcher) know them; the Encoder refuses one that disagrees.
     """
 
     name: str = Field(min_length=1)
-    family: Literal["dinov2"]
+    family: Literal["dinov2", "qwen3_vl"]
     weights: Weights
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     patch_size: PositiveInt
+    merge_size: PositiveInt = 1
     dimensions: PositiveInt
+    attention: Literal["auto", "aiter", "flash", "varlen", "sdpa"] = "auto"
     num_layers: PositiveInt | None = Field(
         None, description="keep the first blocks only; None keeps all"
     )
     final_norm: bool = True
     pooling: Literal["cls", "mean"]
     normalize: bool = True
-    resize: ShortestEdge
+    resize: Resize
     image_mean: Rgb
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
     limits: ImageLimits = ImageLimits()
@@ -108,6 +121,12 @@ class EncoderConfig(Settings):
             return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (OSError, yaml.YAMLError, ValidationError) as error:
             raise ConfigError(f"{path}: {error}") from error
+
+    def agree_with(self, **found: int) -> None:
+        """Raise `ConfigError` where what a checkpoint says of a field is not what we say."""
+        for name, theirs in found.items():
+            if (ours := getattr(self, name)) != theirs:
+                raise ConfigError(f"{self.name}: {name} is {ours}, the checkpoint's is {theirs}")
 
 
 def find_config(name_or_path: str) -> Path:

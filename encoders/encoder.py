@@ -1,99 +1,99 @@
-"""Weights, tower and device together: a packed batch in, one embedding per image out."""
+"""Tower, preprocessing and device together: a packed batch in, one result per image out."""
 
 import logging
-from functools import partial
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from encoders.attention import AttentionLayout, sdpa
+from encoders.attention import AttentionLayout, Backend
 from encoders.config import EncoderConfig
-from encoders.errors import ConfigError
 from encoders.packing import PackedBatch, PackedLayout
 from encoders.preprocess import Preprocessor
-from encoders.towers import dinov2
-from encoders.weights import load_into, read_model_config, read_tensors, resolve
+from encoders.towers import Output, Tower
+from encoders.towers.load import load_tower
 
 logger = logging.getLogger(__name__)
 
-Rows = npt.NDArray[np.float32]
-"""float32 [images, dimensions]."""
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+OutputDtype = Literal["float32", "float16", "bfloat16"]
 
 
 class Encoder:
     """One tower on one device. Not thread-safe: one engine thread calls it."""
 
-    def __init__(self, config: EncoderConfig, tower: dinov2.Dinov2, device: torch.device) -> None:
+    def __init__(
+        self, config: EncoderConfig, tower: Tower, backend: Backend, device: torch.device
+    ) -> None:
         self.config = config
+        self.backend = backend
         self.device = device
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self._tower = tower.eval().to(device, self.dtype)
+        self._dtype = DTYPES[config.dtype]
+        self._pinned = device.type == "cuda"
+        self._tower = tower
         self._preprocess = Preprocessor(
-            config.patch_size, config.image_mean, config.image_std, device
+            config.image_mean,
+            config.image_std,
+            device,
+            patch_size=tower.patch_size,
+            merge_size=tower.merge_size,
+            frames=tower.frames,
         )
 
     @classmethod
     def load(cls, config: EncoderConfig, device: str = "cpu") -> "Encoder":
         """Fetch, check and load the configured weights. Raises `ConfigError`."""
-        folder = resolve(config.weights)
-        checkpoint = dinov2.Dinov2Config.read(read_model_config(folder))
-        num_layers = check_against(config, checkpoint)
-        tower = dinov2.Dinov2(checkpoint, sdpa, num_layers=num_layers, final_norm=config.final_norm)
-        wanted = partial(dinov2.wanted, num_layers=num_layers, final_norm=config.final_norm)
-        load_into(tower, dinov2.convert(read_tensors(folder, wanted)))
-        logger.info("%s: %d blocks on %s, %s", config.name, num_layers, device, config.dtype)
-        return cls(config, tower, torch.device(device))
-
-    def encode(self, batch: PackedBatch) -> Rows:
-        """One row per image, in order of arrival, in memory that belongs to the caller."""
-        packed = self.pooled(batch).cpu().numpy()  # the batch's one wait for the device
-        rows = np.empty_like(packed)
-        rows[list(batch.layout.order)] = packed
-        return rows
+        where = torch.device(device)
+        tower, backend = load_tower(config, where, DTYPES[config.dtype])
+        chosen = f"{backend.name} ({backend.reason})"
+        logger.info("%s on %s in %s, attention %s", config.name, device, config.dtype, chosen)
+        return cls(config, tower, backend, where)
 
     @torch.inference_mode()
-    def pooled(self, batch: PackedBatch) -> Tensor:
-        """One fp32 row per image [N, D], in packed order, on the device."""
-        inputs = self._inputs(batch.layout)
-        rows_ND = self._tower.pool(self._hidden(batch, inputs), inputs, self.config.pooling)
-        return F.normalize(rows_ND, dim=-1) if self.config.normalize else rows_ND
+    def encode(
+        self, batch: PackedBatch, output: Output = "pooled", dtype: OutputDtype = "float32"
+    ) -> list[Tensor]:
+        """One host tensor per image, in order of arrival, in memory that belongs to the caller.
+
+        `pooled` is [dimensions], of unit length if so configured; `patch` is [rows, width].
+        """
+        rows = self.forward(batch, output)
+        if output == "pooled" and self.config.normalize:
+            rows = F.normalize(rows, dim=-1)  # fp32: pooling widened them
+        packed = rows.to(DTYPES[dtype]).cpu()  # the batch's one wait for the device
+        if output == "pooled":
+            results = list(packed)
+        else:
+            results = list(torch.split(packed, list(self._tower.row_counts(batch.layout))))
+        arrived = sorted(zip(batch.layout.order, results, strict=True), key=lambda pair: pair[0])
+        return [result for _, result in arrived]
 
     @torch.inference_mode()
-    def last_hidden_state(self, batch: PackedBatch) -> Tensor:
-        """Every row of the batch [T, D], in packed order, on the device."""
-        return self._hidden(batch, self._inputs(batch.layout))
-
-    def _hidden(self, batch: PackedBatch, inputs: dinov2.Dinov2Inputs) -> Tensor:
-        return self._tower(self._patches(batch), inputs, self._attention_layout(batch.layout))
-
-    def _inputs(self, layout: PackedLayout) -> dinov2.Dinov2Inputs:
-        return self._tower.inputs(layout).to(self.device)
+    def forward(self, batch: PackedBatch, output: Output) -> Tensor:
+        """The tower's rows on the device, in packed order. Waits for nothing."""
+        host_inputs = self._tower.inputs(batch.layout)
+        inputs = host_inputs._make(self._upload(tensor) for tensor in host_inputs)
+        layout = self._attention_layout(batch.layout)
+        return self._tower(self._patches(batch), inputs, layout, output)
 
     def _patches(self, batch: PackedBatch) -> Tensor:
-        # Ray hands over read-only pages; torch wants memory that it may write to, hence a copy.
-        pixels = torch.from_numpy(batch.pixels.copy()).to(self.device)
+        # Ray hands over read-only, pageable memory; this copy is torch's own, and pinned.
+        pixels = torch.empty(batch.pixels.size, dtype=torch.uint8, pin_memory=self._pinned)
+        pixels.numpy()[:] = batch.pixels
         side = self.config.patch_size
         targets = [(rows * side, columns * side) for _, rows, columns in batch.layout.grid_thw]
-        return self._preprocess(pixels, batch.sizes, targets).to(self.dtype)
+        return self._preprocess(pixels.to(self.device, non_blocking=True), batch.sizes, targets).to(
+            self._dtype
+        )
 
     def _attention_layout(self, layout: PackedLayout) -> AttentionLayout:
-        # In host memory: `sdpa` reads the boundaries there.
-        return [torch.tensor(layout.cu_seqlens, dtype=torch.int32), layout.max_seqlen]
+        cu_seqlens = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
+        if self.backend.boundaries == "device":
+            cu_seqlens = self._upload(cu_seqlens)
+        return [cu_seqlens, layout.max_seqlen]
 
-
-def check_against(config: EncoderConfig, checkpoint: dinov2.Dinov2Config) -> int:
-    """Number of blocks to load, once settings and checkpoint agree. Raises `ConfigError`."""
-    for ours, theirs in (("patch_size", "patch_size"), ("dimensions", "hidden_size")):
-        said, found = getattr(config, ours), getattr(checkpoint, theirs)
-        if said != found:
-            raise ConfigError(f"{config.name}: {ours} is {said}, the checkpoint's is {found}")
-    num_layers = config.num_layers or checkpoint.num_hidden_layers
-    if num_layers > checkpoint.num_hidden_layers:
-        raise ConfigError(
-            f"{config.name}: num_layers is {num_layers}, the checkpoint has "
-            f"{checkpoint.num_hidden_layers}"
-        )
-    return num_layers
+    def _upload(self, tensor: Tensor) -> Tensor:
+        # From pageable memory the copy would wait for the device.
+        tensor = tensor.pin_memory() if self._pinned else tensor
+        return tensor.to(self.device, non_blocking=True)

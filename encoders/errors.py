@@ -12,7 +12,8 @@ EncoderError
 │   ├── UnsupportedImageType   bytes that are not of an accepted image format
 │   └── InvalidImage           an image that cannot be decoded, or not encoded
 ├── DeadlineExceeded           the answer was not ready in time
-└── Overloaded                 a queue is full; the same request may pass later
+├── Overloaded                 a queue is full; the same request may pass later
+└── ReplicaLost                a replica went away with the work; another may do it
 """
 
 from typing import Self
@@ -76,3 +77,7 @@ class DeadlineExceeded(EncoderError):
 
 class Overloaded(EncoderError):
     """A queue is full; the same request may pass later."""
+
+
+class ReplicaLost(EncoderError):
+    """A replica went away with the work; another may do it."""

@@ -9,6 +9,18 @@ from torch import Tensor, nn
 
 from encoders.attention import Attention, AttentionLayout
 
+Rotary = tuple[Tensor, Tensor]
+"""fp32 cosines and sines [T, K] of each row's rotation."""
+
+
+def rotate(x_THK: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate the two halves of each head against each other, in fp32, cast back once."""
+    cos_T1K, sin_T1K = (table_TK.unsqueeze(1) for table_TK in rotary)
+    wide_THK = x_THK.float()
+    low, high = wide_THK.chunk(2, dim=-1)
+    turned_THK = torch.cat([-high, low], dim=-1)
+    return (wide_THK * cos_T1K + turned_THK * sin_T1K).to(x_THK.dtype)
+
 
 class PackedAttention(nn.Module):
     """Self-attention within each image of a packed row."""
@@ -20,39 +32,56 @@ class PackedAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x_TD: Tensor, layout: AttentionLayout) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, layout: AttentionLayout, rotary: Rotary | None = None
+    ) -> Tensor:
         """[T, D] -> [T, D]."""
         qkv_T3HK = self.qkv(x_TD).unflatten(-1, (3, self.num_heads, -1))
         q_THK, k_THK, v_THK = qkv_T3HK.unbind(1)
+        if rotary is not None:
+            q_THK, k_THK = rotate(q_THK, rotary), rotate(k_THK, rotary)
         return self.proj(self.attention(q_THK, k_THK, v_THK, layout).flatten(1))
 
 
 class MLP(nn.Module):
-    """Two linears around an exact GELU."""
+    """Two linears around a GELU: exact (`none`) or its `tanh` approximation."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, *, approximate: str = "none") -> None:
         super().__init__()
+        self.approximate = approximate
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
-        return self.fc2(F.gelu(self.fc1(x_TD)))
+        return self.fc2(F.gelu(self.fc1(x_TD), approximate=self.approximate))
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block whose two branches are scaled per channel (LayerScale)."""
+    """Pre-norm transformer block; LayerScale, where a family has it, scales both branches."""
 
-    def __init__(self, attention: PackedAttention, mlp: MLP, *, width: int, eps: float) -> None:
+    def __init__(
+        self,
+        attention: PackedAttention,
+        mlp: MLP,
+        *,
+        width: int,
+        eps: float,
+        layer_scale: bool = False,
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=eps)
         self.attention = attention
-        self.scale1 = nn.Parameter(torch.ones(width))
         self.norm2 = nn.LayerNorm(width, eps=eps)
         self.mlp = mlp
-        self.scale2 = nn.Parameter(torch.ones(width))
+        self.scale1 = nn.Parameter(torch.ones(width)) if layer_scale else None
+        self.scale2 = nn.Parameter(torch.ones(width)) if layer_scale else None
 
-    def forward(self, x_TD: Tensor, layout: AttentionLayout) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, layout: AttentionLayout, rotary: Rotary | None = None
+    ) -> Tensor:
         """[T, D] -> [T, D]."""
-        x_TD = x_TD + self.scale1 * self.attention(self.norm1(x_TD), layout)
-        return x_TD + self.scale2 * self.mlp(self.norm2(x_TD))
+        branch_TD = self.attention(self.norm1(x_TD), layout, rotary)
+        x_TD = x_TD + (branch_TD if self.scale1 is None else self.scale1 * branch_TD)
+        branch_TD = self.mlp(self.norm2(x_TD))
+        return x_TD + (branch_TD if self.scale2 is None else self.scale2 * branch_TD)

@@ -3,7 +3,8 @@
 Shapes: P = patches of the batch, C = values of a patch (channel, row, column).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,28 +15,45 @@ def resize(image_HW3: Tensor, height: int, width: int) -> Tensor:
     """Antialiased bicubic, uint8 [H, W, 3] -> float32 [3, height, width] of whole values 0-255.
 
     In two passes as Pillow does it, which rounds and clips to uint8 after each: one pass in
-    floats differs by up to 8 levels at sharp edges, and by one level in every sixth value.
+    floats differs by up to 8 levels at sharp edges, and by one level in every sixth value. In
+    fp64, since Pillow's taps have 22 bits: fp32 tips some values over the edge of rounding.
     """
-    image_13HW = image_HW3.permute(2, 0, 1).unsqueeze(0).float()
-    old_height, old_width = image_13HW.shape[2:]
-    first = (old_height, width)
-    if height < old_height and width > old_width:
-        first = (height, old_width)  # Pillow's exception to horizontal first
-    for size in (first, (height, width)):
-        if image_13HW.shape[2:] != size:
-            image_13HW = F.interpolate(
-                image_13HW, size=size, mode="bicubic", antialias=True, align_corners=False
-            )
-            image_13HW = image_13HW.round().clamp(0, 255)
-    return image_13HW.squeeze(0)
+    image_13HW = image_HW3.permute(2, 0, 1).unsqueeze(0).double()
+    for size in passes(image_HW3.shape[0], image_HW3.shape[1], height, width):
+        image_13HW = F.interpolate(
+            image_13HW, size=size, mode="bicubic", antialias=True, align_corners=False
+        )
+        image_13HW = image_13HW.round().clamp(0, 255)
+    return image_13HW.squeeze(0).float()
 
 
-def patchify(image_3HW: Tensor, patch_size: int) -> Tensor:
-    """[3, H, W] -> [P, C], patches row by row."""
+def passes(old_height: int, old_width: int, height: int, width: int) -> Iterator[tuple[int, int]]:
+    """Sizes after each pass that changes one. Horizontal first, with Pillow 13's exception.
+
+    The exception, found by trying sizes: rows shrink, and by more than twice what columns do.
+    """
+    between = (old_height, width)
+    if height < old_height and old_height - height > 2 * (old_width - width):
+        between = (height, old_width)
+    if between != (old_height, old_width):
+        yield between
+    if between != (height, width):
+        yield height, width
+
+
+def patchify(image_3HW: Tensor, patch_size: int, merge_size: int, frames: int) -> Tensor:
+    """[3, H, W] -> [P, C]: blocks of merge_size^2 patches row by row, each block row by row.
+
+    A patch holds channel, frame, row, column; a still repeats itself in every frame.
+    """
     channels, height, width = image_3HW.shape
-    rows, columns = height // patch_size, width // patch_size
-    grid = image_3HW.reshape(channels, rows, patch_size, columns, patch_size)
-    return grid.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+    block = patch_size * merge_size
+    grid = image_3HW.reshape(
+        channels, height // block, merge_size, patch_size, width // block, merge_size, patch_size
+    )
+    patches = grid.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
+    num_patches = height * width // patch_size**2
+    return patches.expand(-1, -1, -1, -1, -1, frames, -1, -1).reshape(num_patches, -1)
 
 
 class Preprocessor:
@@ -43,14 +61,19 @@ class Preprocessor:
 
     def __init__(
         self,
-        patch_size: int,
         mean: Sequence[float],
         std: Sequence[float],
         device: torch.device,
+        *,
+        patch_size: int,
+        merge_size: int = 1,
+        frames: int = 1,
     ) -> None:
-        self.patch_size = patch_size
         self._mean_311 = torch.tensor(mean, device=device).reshape(3, 1, 1)
         self._std_311 = torch.tensor(std, device=device).reshape(3, 1, 1)
+        self._patchify = partial(
+            patchify, patch_size=patch_size, merge_size=merge_size, frames=frames
+        )
 
     def __call__(
         self, pixels: Tensor, sizes: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]
@@ -66,4 +89,4 @@ class Preprocessor:
 
     def _patches(self, image_HW3: Tensor, target: tuple[int, int]) -> Tensor:
         unit_3HW = resize(image_HW3, *target) / 255
-        return patchify((unit_3HW - self._mean_311) / self._std_311, self.patch_size)
+        return self._patchify((unit_3HW - self._mean_311) / self._std_311)

@@ -4,22 +4,21 @@ Shapes: T = packed rows, P = patches, C = values of a patch, D = model width, N 
 G = cells of the trained position grid.
 """
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from encoders.attention import Attention, AttentionLayout
+from encoders.config import EncoderConfig
 from encoders.errors import ConfigError
 from encoders.layers import MLP, Block, PackedAttention
-from encoders.packing import PackedLayout
-
-NUM_TAPS = 16
+from encoders.packing import PackedLayout, num_patches
+from encoders.towers import Output
+from encoders.towers.taps import bicubic_taps, grid_taps
 
 
 class Dinov2Config(BaseModel, frozen=True):
@@ -67,26 +66,62 @@ class Dinov2Inputs(NamedTuple):
     """float32: their bicubic weights."""
     bounds_2N: Tensor
     """int64 [2 N + 1]: boundaries between class rows and patch rows, for pooling."""
-
-    def to(self, device: torch.device) -> "Dinov2Inputs":
-        """The same on a device."""
-        return Dinov2Inputs(*(tensor.to(device) for tensor in self))
+    patch_row_P: Tensor
+    """int64: the packed row of each patch."""
 
 
 class Dinov2(nn.Module):
-    """Packed patches to packed rows: `forward` gives the last hidden state, `pool` one row each."""
+    """Packed patches to packed rows. See `encoders.towers.Tower`."""
+
+    merge_size = 1
+    frames = 1
 
     def __init__(
-        self, config: Dinov2Config, attention: Attention, *, num_layers: int, final_norm: bool
+        self,
+        config: Dinov2Config,
+        attention: Attention,
+        *,
+        num_layers: int,
+        final_norm: bool,
+        pooling: str,
     ) -> None:
         super().__init__()
         width = config.hidden_size
         self.config = config
+        self.patch_size = config.patch_size
+        self.dimensions = width
+        self.num_layers = num_layers
+        self.pooling = pooling
         self.patch_embed = nn.Linear(3 * config.patch_size**2, width)
         self.class_token = nn.Parameter(torch.zeros(1, width))
         self.positions = nn.Parameter(torch.zeros(1 + config.grid_side**2, width))
         self.blocks = nn.ModuleList(self._block(attention) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if final_norm else nn.Identity()
+
+    @classmethod
+    def from_checkpoint(
+        cls, config_json: dict[str, Any], settings: EncoderConfig, attention: Attention
+    ) -> Self:
+        """An empty tower of a checkpoint's shape. Raises `ConfigError`."""
+        config = Dinov2Config.read(config_json)
+        num_layers = settings.num_layers or config.num_hidden_layers
+        if num_layers > config.num_hidden_layers:
+            raise ConfigError(
+                f"num_layers is {num_layers}, the checkpoint has {config.num_hidden_layers}"
+            )
+        return cls(
+            config,
+            attention,
+            num_layers=num_layers,
+            final_norm=settings.final_norm,
+            pooling=settings.pooling,
+        )
+
+    @staticmethod
+    def head_size(config_json: dict[str, Any]) -> int:
+        """Width of one attention head."""
+        config = Dinov2Config.read(config_json)
+        return config.hidden_size // config.num_attention_heads
 
     def _block(self, attention: Attention) -> Block:
         config, width = self.config, self.config.hidden_size
@@ -97,10 +132,13 @@ class Dinov2(nn.Module):
             MLP(width, width * config.mlp_ratio),
             width=width,
             eps=config.layer_norm_eps,
+            layer_scale=True,
         )
 
-    def forward(self, patches_PC: Tensor, inputs: Dinov2Inputs, layout: AttentionLayout) -> Tensor:
-        """Normalised patches [P, C] -> last hidden state [T, D]."""
+    def forward(
+        self, patches_PC: Tensor, inputs: Dinov2Inputs, layout: AttentionLayout, output: Output
+    ) -> Tensor:
+        """Normalised patches [P, C] -> fp32 [N, D] (`pooled`) or [P, D] (`patch`)."""
         # A weighted bag is the whole interpolation in one kernel, summed in fp32, cast once.
         position_PD = F.embedding_bag(
             inputs.position_P16,
@@ -112,62 +150,63 @@ class Dinov2(nn.Module):
         x_TD = torch.cat([self.class_token + self.positions[:1], patch_PD])[inputs.source_T]
         for block in self.blocks:
             x_TD = block(x_TD, layout)
-        return self.norm(x_TD)
+        x_TD = self.norm(x_TD)
+        return x_TD[inputs.patch_row_P] if output == "patch" else self._pool(x_TD.float(), inputs)
 
-    def pool(self, x_TD: Tensor, inputs: Dinov2Inputs, pooling: str) -> Tensor:
-        """One fp32 row per image [N, D]: its class row (`cls`) or the mean of its patch rows."""
-        x_TD = x_TD.float()
-        if pooling == "cls":
+    def _pool(self, x_TD: Tensor, inputs: Dinov2Inputs) -> Tensor:
+        if self.pooling == "cls":
             return x_TD[inputs.bounds_2N[:-1:2]]
         means_2ND = torch.segment_reduce(
             x_TD, "mean", offsets=inputs.bounds_2N, axis=0, unsafe=True
         )  # unsafe: the check of the offsets would read them back
         return means_2ND[1::2]
 
+    def row_counts(self, layout: PackedLayout) -> tuple[int, ...]:
+        """Patch rows of each image: all but the class row."""
+        return tuple(num_patches(grid) for grid in layout.grid_thw)
+
     def inputs(self, layout: PackedLayout) -> Dinov2Inputs:
         """Host tensors of a layout, to be moved to the tower's device."""
-        taps = [grid_taps(rows, cols, self.config.grid_side) for _, rows, cols in layout.grid_thw]
+        side = self.config.grid_side
+        taps = [grid_taps(rows, cols, side, bicubic_taps) for _, rows, cols in layout.grid_thw]
         starts = np.asarray(layout.cu_seqlens[:-1])
         source_T = np.arange(layout.num_rows) - np.repeat(
             np.arange(layout.num_images), layout.seqlens
         )
         source_T[starts] = 0
+        patch_row_P = np.flatnonzero(source_T)
         bounds_2N = np.append(np.stack([starts, starts + 1], axis=1), layout.num_rows)
         return Dinov2Inputs(
             torch.from_numpy(source_T),
             torch.from_numpy(np.concatenate([index for index, _ in taps])),
             torch.from_numpy(np.concatenate([weight for _, weight in taps])),
             torch.from_numpy(bounds_2N),
+            torch.from_numpy(patch_row_P),
         )
 
+    def wanted(self, name: str) -> bool:
+        """Whether the tower uses a checkpoint's tensor: not the mask token, nor what is cut off."""
+        if name.startswith("layernorm."):
+            return isinstance(self.norm, nn.LayerNorm)
+        if name.startswith("encoder.layer."):
+            return int(name.split(".")[2]) < self.num_layers
+        return name != "embeddings.mask_token"  # used in training only
 
-@lru_cache(maxsize=256)
-def grid_taps(
-    rows: int, columns: int, side: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Cells of a side x side table and their weights for each patch of a grid: two [P, 16]."""
-    row_index, row_weight = bicubic_taps(rows, side)
-    column_index, column_weight = bicubic_taps(columns, side)
-    index = row_index[:, None, :, None] * side + column_index[None, :, None, :]
-    weight = row_weight[:, None, :, None] * column_weight[None, :, None, :]
-    flat = (rows * columns, NUM_TAPS)
-    return index.reshape(flat).astype(np.int32), weight.reshape(flat).astype(np.float32)
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors under a released checkpoint's names -> under ours, query, key, value joined.
 
-
-def bicubic_taps(size: int, table: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The 4 table cells around each of `size` half-pixel centres, and their weights: two [size, 4].
-
-    Cubic convolution with a = -0.75 and clamped borders, as `torch.nn.functional.interpolate`
-    computes it for `mode="bicubic", align_corners=False`.
-    """
-    a = -0.75
-    centre = (np.arange(size) + 0.5) * table / size - 0.5
-    low = np.floor(centre)
-    distance = np.abs(centre[:, None] - (low[:, None] + np.arange(-1, 3)))
-    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
-    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
-    index = low[:, None].astype(np.int64) + np.arange(-1, 3)
-    return index.clip(0, table - 1), np.where(distance <= 1, near, far)
+        A name that is not known, or whose companions are missing, stays: loading then reports it.
+        """
+        ours = {_renamed(name): tensor for name, tensor in tensors.items()}
+        for query in [name for name in ours if ".attention.attention.query." in name]:
+            qkv = [query.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
+            if all(name in ours for name in qkv):
+                joined = torch.cat([ours.pop(name) for name in qkv])
+                ours[query.replace("attention.attention.query", "attention.qkv")] = joined
+        for name, first, last in FLATTENED:
+            if name in ours:
+                ours[name] = ours[name].flatten(first, last)
+        return ours
 
 
 RENAMES = (
@@ -181,32 +220,6 @@ RENAMES = (
     ("layernorm.", "norm."),
 )
 FLATTENED = (("patch_embed.weight", 1, -1), ("class_token", 0, 1), ("positions", 0, 1))
-
-
-def wanted(name: str, *, num_layers: int, final_norm: bool) -> bool:
-    """Whether the tower uses a checkpoint's tensor: not the mask token, nor what is cut off."""
-    if name.startswith("layernorm."):
-        return final_norm
-    if name.startswith("encoder.layer."):
-        return int(name.split(".")[2]) < num_layers
-    return name != "embeddings.mask_token"  # used in training only
-
-
-def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under a released checkpoint's names -> under ours, query, key and value joined.
-
-    A name that is not known, or whose companions are missing, stays: loading then reports it.
-    """
-    ours = {_renamed(name): tensor for name, tensor in tensors.items()}
-    for query in [name for name in ours if ".attention.attention.query." in name]:
-        qkv = [query.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
-        if all(name in ours for name in qkv):
-            joined = torch.cat([ours.pop(name) for name in qkv])
-            ours[query.replace("attention.attention.query", "attention.qkv")] = joined
-    for name, first, last in FLATTENED:
-        if name in ours:
-            ours[name] = ours[name].flatten(first, last)
-    return ours
 
 
 def _renamed(name: str) -> str:

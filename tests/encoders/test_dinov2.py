@@ -15,6 +15,7 @@ from encoders.encoder import Encoder
 from encoders.errors import ConfigError, WeightsError
 from encoders.packing import PackedBatch, Pixels
 from encoders.towers import dinov2
+from encoders.towers.taps import bicubic_taps, grid_taps
 from encoders.weights import resolve
 
 TOLERANCE = {"atol": 2e-5, "rtol": 0.0}
@@ -70,7 +71,7 @@ def test_pooled_rows_equal_those_of_transformers(
 
     rows = encoder.encode(batch_of(grids))
 
-    torch.testing.assert_close(torch.from_numpy(rows), torch.stack(expected), **TOLERANCE)
+    torch.testing.assert_close(torch.stack(rows), torch.stack(expected), **TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +110,17 @@ def test_every_row_of_a_whole_checkpoint_equals_transformers(
 ) -> None:
     config, model = tiny
     encoder, batch = Encoder.load(config), batch_of(grids)
+    expected = [
+        theirs(model, config, image(rows, columns, seed))
+        for seed, (rows, columns) in enumerate(grids)
+    ]
 
-    x_TD = encoder.last_hidden_state(batch)
+    patch_rows = encoder.encode(batch, "patch")
+    class_rows = encoder.encode(batch, "pooled")
 
-    bounds = batch.layout.cu_seqlens
-    for i, arrival in enumerate(batch.layout.order):
-        expected = theirs(model, config, image(*grids[arrival], seed=arrival))
-        torch.testing.assert_close(x_TD[bounds[i] : bounds[i + 1]], expected, **TOLERANCE)
+    for rows, class_row, whole in zip(patch_rows, class_rows, expected, strict=True):
+        torch.testing.assert_close(rows, whole[1:], **TOLERANCE)
+        torch.testing.assert_close(class_row, whole[0], **TOLERANCE)
 
 
 def test_an_image_keeps_its_embedding_in_any_company_and_order(demo_encoder: Encoder) -> None:
@@ -162,9 +167,9 @@ def test_a_truncated_tower_drops_what_it_cut_off_and_nothing_else(
     cut = config.model_copy(update={"num_layers": 1, "final_norm": False})
     batch = batch_of([(5, 5)])
 
-    x_TD = Encoder.load(cut).last_hidden_state(batch)
+    (rows,) = Encoder.load(cut).encode(batch, "patch")
 
-    torch.testing.assert_close(x_TD, theirs(model, cut, image(5, 5)), **TOLERANCE)
+    torch.testing.assert_close(rows, theirs(model, cut, image(5, 5))[1:], **TOLERANCE)
 
 
 @pytest.mark.parametrize("lost", ["query.weight", "layer_scale2.lambda1", "position_embeddings"])
@@ -200,7 +205,7 @@ def test_bicubic_taps_interpolate_as_torch_does(size: int) -> None:
     table = torch.randn(1, 1, 37, 37, generator=torch.Generator().manual_seed(size))
     expected = torch.nn.functional.interpolate(table, size=(size, 2 * size), mode="bicubic")
 
-    index, weight = dinov2.grid_taps(size, 2 * size, 37)
+    index, weight = grid_taps(size, 2 * size, 37, bicubic_taps)
 
     ours = (table.flatten()[torch.from_numpy(index).long()] * torch.from_numpy(weight)).sum(1)
     torch.testing.assert_close(ours.reshape(size, 2 * size), expected[0, 0], atol=1e-5, rtol=0)

@@ -1,0 +1,134 @@
+"""Both towers on a real GPU: bf16 against fp32, no waiting inside a forward, the same pixels."""
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.bench_encoder import SUBJECTS, Subject, released
+from encoders import EncoderConfig
+from encoders.attention import Backend, sdpa
+from encoders.backends import choose_backend
+from encoders.encoder import Encoder
+from encoders.packing import PackedBatch
+from encoders.preprocess import Preprocessor
+from encoders.sizes import NUM_PREFIX, grid_thw
+from encoders.towers.load import FAMILIES
+from encoders.weights import load_into
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+SIZES = [(512, 512), (300, 451), (768, 1024), (64, 700)]
+
+
+def encoder_of(subject: Subject, dtype: str, *, attention: str = "auto") -> Encoder:
+    """The subject's random weights in our tower on the GPU."""
+    settings = subject.settings.model_copy(update={"dtype": dtype, "normalize": False})
+    family = FAMILIES[settings.family]
+    torch_dtype = getattr(torch, dtype)
+    backend = choose_backend(attention, CUDA, torch_dtype, family.head_size(subject.config_json))
+    tower = family.from_checkpoint(subject.config_json, settings, backend.attention)
+    state = {k: v for k, v in released(subject.reference).items() if tower.wanted(k)}
+    load_into(tower, tower.convert(state))
+    return Encoder(settings, tower.eval().to(CUDA, torch_dtype), backend, CUDA)
+
+
+def batch_for(config: EncoderConfig, sizes: Sequence[tuple[int, int]] = SIZES) -> PackedBatch:
+    """Smooth random pictures of several sizes."""
+    rng = np.random.default_rng(0)
+    images = []
+    for height, width in sizes:
+        coarse = Image.fromarray(rng.integers(0, 256, (9, 9, 3), np.uint8))
+        images.append(np.array(coarse.resize((width, height), Image.Resampling.BICUBIC)))
+    grids = [grid_thw(config, *image.shape[:2]) for image in images]
+    return PackedBatch.of(images, grids, NUM_PREFIX[config.family])
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Whatever would wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module", params=sorted(SUBJECTS))
+def subject(request: pytest.FixtureRequest) -> Subject:
+    torch.manual_seed(0)
+    return SUBJECTS[request.param]()
+
+
+@pytest.mark.parametrize("output", ["pooled", "patch"])
+def test_bf16_is_near_fp32(subject: Subject, output: str) -> None:
+    batch = batch_for(subject.settings)
+    expected = encoder_of(subject, "float32").encode(batch, output)
+
+    rows = encoder_of(subject, "bfloat16").encode(batch, output)
+
+    for row, whole in zip(rows, expected, strict=True):
+        assert (row - whole).norm() / whole.norm() < 2e-2
+
+
+def test_fp32_on_the_gpu_is_fp32_on_the_cpu(subject: Subject) -> None:
+    # Sizes that neither family resizes: the devices' resampling differs by single levels.
+    batch = batch_for(subject.settings, [(224, 448), (672, 224), (224, 672)])
+    on_gpu = encoder_of(subject, "float32")
+    tower = FAMILIES[on_gpu.config.family].from_checkpoint(subject.config_json, on_gpu.config, sdpa)
+    state = {k: v for k, v in released(subject.reference).items() if tower.wanted(k)}
+    load_into(tower, tower.convert(state))
+    backend = Backend("sdpa", sdpa, boundaries="host", capturable=False)
+    on_cpu = Encoder(on_gpu.config, tower.eval().float(), backend, torch.device("cpu"))
+
+    rows = on_gpu.encode(batch)
+
+    for row, expected in zip(rows, on_cpu.encode(batch), strict=True):
+        assert (row - expected).norm() / expected.norm() < 1e-4
+
+
+@pytest.mark.parametrize("output", ["pooled", "patch"])
+def test_a_forward_waits_for_nothing(subject: Subject, output: str) -> None:
+    encoder = encoder_of(subject, "bfloat16")
+    batch = batch_for(subject.settings)
+    encoder.forward(batch, output)  # lazy initialisation may wait
+
+    with no_sync():
+        encoder.forward(batch, output)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_results_are_the_callers_own(subject: Subject, dtype: str) -> None:
+    encoder = encoder_of(subject, "bfloat16")
+    batch = batch_for(subject.settings)
+    rows = encoder.encode(batch, "patch", dtype)
+    kept = [row.clone() for row in rows]
+
+    encoder.encode(PackedBatch(batch.layout, batch.sizes, 255 - batch.pixels), "patch", dtype)
+
+    for row, before in zip(rows, kept, strict=True):
+        assert row.device.type == "cpu"
+        assert row.dtype == getattr(torch, dtype)
+        assert torch.equal(row, before)
+
+
+def test_resizing_on_the_gpu_is_pillows_within_one_level(photos: dict[str, bytes]) -> None:
+    preprocess = Preprocessor((0.0,) * 3, (1 / 255,) * 3, CUDA, patch_size=16, merge_size=2)
+    for name, data in photos.items():
+        with Image.open(io.BytesIO(data)) as file:
+            image = file.convert("RGB")
+        expected = np.asarray(image.resize((448, 320), Image.Resampling.BICUBIC))
+        flat = torch.from_numpy(np.array(image)).flatten().to(CUDA)
+
+        patches = preprocess(flat, [(image.height, image.width)], [(320, 448)])
+
+        there = preprocess(
+            torch.from_numpy(expected.copy()).flatten().to(CUDA), [(320, 448)], [(320, 448)]
+        )
+        difference = (patches - there).abs()
+        assert difference.max() <= 1.001, name
