@@ -10,7 +10,8 @@ Whole forward, from normalised patches on the device to `[merger | deepstack...]
 layout tensors and pixels are ready. Medians of wall time, the device drained before and after.
 Weights are random, of the released shape. The last line of stdout is one JSON document.
 
-usage: python benchmarks/bench_encoder.py [--model qwen3-vl|dinov2] [--device cuda] [--write NAME]
+usage: python benchmarks/bench_encoder.py [--model qwen3-vl|dinov2] [--device cuda]
+       [--attention varlen] [--write NAME]
 """
 
 import argparse
@@ -115,11 +116,11 @@ def dinov2() -> Subject:
 SUBJECTS: dict[str, Callable[[], Subject]] = {"qwen3-vl": qwen3_vl, "dinov2": dinov2}
 
 
-def build(subject: Subject, device: torch.device) -> tuple[Tower, Backend]:
+def build(subject: Subject, device: torch.device, attention: str) -> tuple[Tower, Backend]:
     """Our tower with the reference's weights."""
     family = FAMILIES[subject.settings.family]
     head_size = family.head_size(subject.config_json)
-    backend = choose_backend("auto", device, torch.bfloat16, head_size)
+    backend = choose_backend(attention, device, torch.bfloat16, head_size)
     tower = family.from_checkpoint(subject.config_json, subject.settings, backend.attention)
     assert isinstance(tower, nn.Module)
     state = {k: v for k, v in released(subject.reference).items() if tower.wanted(k)}
@@ -221,12 +222,12 @@ def theirs(
 
 
 @torch.inference_mode()
-def measure(name: str, device: torch.device) -> tuple[list[Row], str]:
+def measure(name: str, device: torch.device, attention: str) -> tuple[list[Row], str]:
     """Every case of a model, and the name of the attention backend."""
     torch.manual_seed(0)
     subject = SUBJECTS[name]()
     subject.reference.eval().to(device)
-    tower, backend = build(subject, device)
+    tower, backend = build(subject, device, attention)
     peak = peak_flops(device, torch.bfloat16)
     rows = []
     for case, sizes in (CASES if device.type == "cuda" else CPU_CASES)[name].items():
@@ -300,10 +301,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=sorted(SUBJECTS), default="qwen3-vl")
     parser.add_argument("--device", default=default)
+    parser.add_argument("--attention", default="auto")
     parser.add_argument("--write", type=Path, help="results file without suffix: .md and .json")
     options = parser.parse_args()
     device = torch.device(options.device)
-    rows, backend = measure(options.model, device)
+    rows, backend = measure(options.model, device, options.attention)
     about = conditions(device, options.model, backend)
     document = json.dumps(about | {"rows": [asdict(row) for row in rows]})
     if options.write:

@@ -25,20 +25,19 @@ LOADERS: Mapping[str, Callable[[Target], Attention]] = MappingProxyType(
 
 BEST: Mapping[tuple[str, int], str] = MappingProxyType(
     {
-        # Measured on an H200, bf16, 16 heads, inside a graph, ms per layer, flash against varlen:
-        # 0.252 and 0.366 for 16 images of 1024 patches, 1.742 and 3.365 for one of 12 800.
-        ("sm90", 72): "flash",
-        # Heads of 72 padded to 80 took 0.240 and 1.583, and varlen runs both in the same tile.
-        ("sm90", 80): "flash",
+        # Measured on an H200, eager, ms of a whole Qwen3-VL tower (benchmarks/results): flash costs
+        # the host more at each launch, 24.1 against 10.5 for one image of 512x512, and the device
+        # less, 86 against 131 for one of 2048x1600. Name flash where images are large.
+        ("sm90", 72): "varlen",
     }
 )
-"""(architecture, head size) -> backend, where a measurement speaks against the default."""
+"""(architecture, head size) -> backend, where it was measured."""
 
 DEFAULT: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "sdpa",  # the only one with a CPU kernel
         "sm80": "varlen",  # not measured: it comes with torch, and can be captured
-        "sm90": "varlen",  # 64 and 128 not measured; at 72 captured and padded bits agree
+        "sm90": "varlen",  # 64 and 128 not measured
         "gfx942": "aiter",  # not measured
         "gfx950": "aiter",  # not measured
     }
