@@ -6,8 +6,8 @@ from fastapi import APIRouter, Depends, FastAPI
 
 from encoders.config import EncoderConfig
 from serve_app import __version__, refusals, schemas
-from serve_app.body_limit import BodyLimit
 from serve_app.endpoints import ApiLimits, Endpoints
+from serve_app.middleware import BodyLimit, Traffic, Watch
 from serve_app.service import ImageService
 
 Accepts = dict[str, Any]
@@ -39,7 +39,9 @@ JSON_BODY: Accepts = {
 REPLY: dict[int | str, dict[str, Any]] = {200: {"model": schemas.EmbeddingsReply}}
 
 
-def build_api(service: ImageService, config: EncoderConfig, limits: ApiLimits) -> FastAPI:
+def build_api(
+    service: ImageService, config: EncoderConfig, limits: ApiLimits, traffic: Traffic | None = None
+) -> FastAPI:
     """The whole HTTP interface over anything that turns images into embeddings."""
     endpoints = Endpoints(service, config, limits)
     app = FastAPI(title="Image embeddings", version=__version__)
@@ -53,5 +55,6 @@ def build_api(service: ImageService, config: EncoderConfig, limits: ApiLimits) -
     )
     app.include_router(v1)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    app.add_middleware(Watch, traffic=traffic or Traffic(), access_log=limits.access_log)
     refusals.install(app)
     return app

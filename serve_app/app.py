@@ -1,18 +1,23 @@
-"""The app that `serve run serve_config.yaml` starts: the only place that makes deployments."""
+"""The app that `serve run serve_config.yaml` starts: the only place that makes deployments.
 
-from typing import Any, Literal, cast
+The same three classes in every topology; what differs is which of them share a process.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from encoders.config import EncoderConfig, Settings
-from encoders.errors import ConfigError
-from serve_app.api import ApiLimits
-from serve_app.batcher import Batcher, BatchLimits, QueueLimits
+from encoders.config import EncoderConfig
+from serve_app.args import AppArgs, check_limits
+from serve_app.batcher import Batcher
 from serve_app.handles import BatcherHandle, EncoderHandle
-from serve_app.ingress import Ingress
+from serve_app.ingress import Ingress, MakeService
+from serve_app.local import fused_service
 from serve_app.replica import EncoderReplica
 
 SLOTS = 2
@@ -21,35 +26,74 @@ CPUS = 0.1
 """Logical CPUs of a replica. They only place it; a laptop has two for all of them."""
 MANY = 1024
 """Requests that Ray lets through: the Batcher's own queue limits refuse, with a reason."""
-
-
-class AppArgs(Settings):
-    """The `args` of `serve_config.yaml`."""
-
-    encoder: str = "dinov2-demo"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    api: ApiLimits = ApiLimits()
-    batch: BatchLimits = BatchLimits()
-    queue: QueueLimits = QueueLimits()
+NO_GPU = {"env_vars": {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}}
+"""Ray does not hide the GPUs of a node from replicas that asked for none."""
 
 
 def build_app(args: AppArgs) -> Application:
-    """Three deployments: Ingress -> Batcher -> Encoder. Raises `ConfigError`."""
+    """The configured topology. Raises `ConfigError`."""
     config = EncoderConfig.load(args.encoder)
     check_limits(args, config)
-    device = resolve_device(args.device)
-    encoder = serve.deployment(
-        name="Encoder",
-        max_ongoing_requests=SLOTS,
-        ray_actor_options={"num_cpus": CPUS, "num_gpus": int(device == "cuda")},
-    )(EncoderReplica).bind(config, device)
-    batcher = serve.deployment(
-        name="Batcher", max_ongoing_requests=MANY, ray_actor_options={"num_cpus": CPUS}
-    )(Batcher).bind(EncoderHandle(handle(encoder)), config, args.batch, args.queue)
-    ingress = serve.deployment(
-        name="Ingress", max_ongoing_requests=MANY, ray_actor_options={"num_cpus": CPUS}
-    )(serve.ingress()(Ingress))
-    return ingress.bind(BatcherHandle(handle(batcher)), config, args.api)
+    args = args.model_copy(update={"device": resolve_device(args.device)})
+    return {"split": split, "inline": inline, "fused": fused}[args.topology](args, config)
+
+
+def split(args: AppArgs, config: EncoderConfig) -> Application:
+    """Three deployments, Ingress -> Batcher -> Encoder: each tier scales by itself."""
+    batcher = deployment("Batcher", args, {"num_cpus": CPUS, "runtime_env": NO_GPU})(Batcher).bind(
+        EncoderHandle(handle(encoder(args, config))), config, args.batch, args.queue
+    )
+    return ingress(args, config, partial(BatcherHandle, handle(batcher)))
+
+
+def inline(args: AppArgs, config: EncoderConfig) -> Application:
+    """Two deployments: each Ingress replica holds a Batcher, which saves a hop."""
+    slots = EncoderHandle(handle(encoder(args, config)))
+    return ingress(args, config, partial(Batcher, slots, config, args.batch, args.queue))
+
+
+def fused(args: AppArgs, config: EncoderConfig) -> Application:
+    """One deployment that holds all three: least latency, but a replica's death loses requests."""
+    options = encoder_options(args)
+    make_service = partial(fused_service, args, config, SLOTS)
+    return ingress(args, config, make_service, options)
+
+
+def encoder(args: AppArgs, config: EncoderConfig) -> Application:
+    """The Encoder deployment: one device each, as many requests as it has slots."""
+    return serve.deployment(
+        name="Encoder", max_ongoing_requests=SLOTS, ray_actor_options=encoder_options(args)
+    )(EncoderReplica).bind(config, args.device, args.hang_after_s)
+
+
+def encoder_options(args: AppArgs) -> dict[str, Any]:
+    """Where a replica with an encoder may run, and what it is given."""
+    options: dict[str, Any] = {"num_cpus": CPUS, "num_gpus": int(args.device == "cuda")}
+    if args.encoder_labels:
+        options["label_selector"] = args.encoder_labels
+    return options
+
+
+def ingress(
+    args: AppArgs,
+    config: EncoderConfig,
+    make_service: MakeService,
+    options: dict[str, Any] | None = None,
+) -> Application:
+    """The Ingress deployment over a service that each replica makes for itself."""
+    options = options or {"num_cpus": CPUS, "runtime_env": NO_GPU}
+    bare = deployment("Ingress", args, options)
+    return bare(serve.ingress()(Ingress)).bind(make_service, config, args.api)
+
+
+def deployment(name: str, args: AppArgs, options: dict[str, Any]) -> Callable[..., Any]:
+    """A tier in front of the encoders: it admits many requests, and has time to finish them."""
+    return serve.deployment(
+        name=name,
+        max_ongoing_requests=MANY,
+        graceful_shutdown_timeout_s=args.api.request_timeout_s + 5,
+        ray_actor_options=options,
+    )
 
 
 def handle(app: Application) -> DeploymentHandle[Any]:
@@ -62,22 +106,3 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
-
-
-def check_limits(args: AppArgs, config: EncoderConfig) -> None:
-    """What one limit admits, the next must have room for, or it would wait for ever."""
-    largest_image = 3 * config.limits.max_pixels
-    for name, admitted, limit_name, limit in (
-        ("api.max_images", args.api.max_images, "queue.max_images", args.queue.max_images),
-        ("api.max_body_bytes", args.api.max_body_bytes, "queue.max_bytes", args.queue.max_bytes),
-        ("a decoded image", largest_image, "batch.max_bytes", args.batch.max_bytes),
-        ("a decoded image", largest_image, "queue.max_decoded_bytes", args.queue.max_decoded_bytes),
-        ("an image's patches", max_patches(config), "batch.max_patches", args.batch.max_patches),
-    ):
-        if admitted > limit:
-            raise ConfigError(f"{name} may be {admitted}, over {limit_name} = {limit}")
-
-
-def max_patches(config: EncoderConfig) -> int:
-    """Patches of the largest image that the resize rule makes."""
-    return max(1, config.resize.max_pixels // config.patch_size**2)

@@ -1,34 +1,26 @@
 """Compressed images in, embeddings out: header checks, decoding, packing, one slot per batch."""
 
 import asyncio
-from collections import deque
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from pydantic import PositiveInt
 
-from encoders.config import EncoderConfig, ImageLimits, Settings
-from encoders.errors import EncoderError, InvalidImage, Overloaded
-from encoders.image import ImageHeader, decode_rgb, read_header
-from encoders.packing import GridTHW, PackedBatch, Pixels, num_patches
-from encoders.sizes import NUM_PREFIX, grid_thw
+from encoders import errors
+from encoders.config import EncoderConfig, Settings
+from serve_app import decoding, metrics, waiting
 from serve_app.budget import ByteBudget
-from serve_app.service import Embedding, EncoderSlots, ImageItem, Rows
+from serve_app.service import Embedding, EncoderSlot, EncoderSlots, ImageItem, Stats, deadline
+from serve_app.waiting import BatchLimits, Waiting, WaitingImages
 
 T = TypeVar("T")
 
-
-class BatchLimits(Settings):
-    """What one batch may hold. `max_bytes` counts decoded uint8 pixels."""
-
-    max_patches: PositiveInt = 16_384
-    max_images: PositiveInt = 64
-    max_bytes: PositiveInt = 256 * 1024 * 1024
+MAX_RETRIES = 2
+"""Times that a batch is sent again after its encoder went away."""
 
 
 class QueueLimits(Settings):
@@ -38,16 +30,6 @@ class QueueLimits(Settings):
     max_bytes: PositiveInt = 512 * 1024 * 1024
     max_decoded_bytes: PositiveInt = 1024 * 1024 * 1024
     decode_threads: PositiveInt = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A decoded image, what it costs a batch, and whoever waits for its row."""
-
-    name: str
-    pixels: Pixels
-    grid: GridTHW
-    future: asyncio.Future[Embedding]
 
 
 class Batcher:
@@ -62,29 +44,35 @@ class Batcher:
     ) -> None:
         self._slots = slots
         self._config = config
-        self._batch_limits = batch_limits
         self._queue_limits = queue_limits
         self._cpu_pool = ThreadPoolExecutor(queue_limits.decode_threads, "decode")
         self._decoded = ByteBudget(queue_limits.max_decoded_bytes)
-        self._waiting: deque[Waiting] = deque()
+        self._undecoded: dict[object, float] = {}
+        self._waiting = WaitingImages(batch_limits)
         self._num_images = 0
         self._num_bytes = 0
         self._leasing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, images: Sequence[ImageItem]) -> list[Embedding]:
-        """One embedding per image, in order. Raises an `EncoderError` that names the item."""
-        with self._admitted(len(images), sum(len(item.data) for item in images)):
-            headers = await self._in_thread(read_headers, images, self._config.limits)
-            tasks = [
-                asyncio.create_task(self._embed(item, header))
-                for item, header in zip(images, headers, strict=True)
-            ]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:  # one bad item fails its request, so the others cost no more
-                    task.cancel()
+    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+        """One embedding per image, in order. Raises an `EncoderError` that names the item.
+
+        What is not done in `timeout_s` is given up, and costs no encoder time after that.
+        """
+        num_bytes = sum(len(item.data) for item in images)
+        with self._admitted(len(images), num_bytes):
+            async with deadline(timeout_s, len(images)):
+                return await self._embed_all(images)
+
+    async def check_health(self) -> None:
+        """Raise if an encoder of this process is stuck."""
+        await self._slots.check_health()
+
+    def record_autoscaling_stats(self) -> Stats:
+        """How long the oldest image has waited to be decoded, beside the encoders' own."""
+        now = time.monotonic()
+        age_s = now - next(iter(self._undecoded.values()), now)  # a dict keeps its order
+        return {"queue_age_s": age_s, **self._slots.record_autoscaling_stats()}
 
     @contextmanager
     def _admitted(self, num_images: int, num_bytes: int) -> Iterator[None]:
@@ -94,23 +82,45 @@ class Batcher:
             ("bytes", self._num_bytes, num_bytes, limits.max_bytes),
         ):
             if held + more > limit:
-                raise Overloaded(f"{held} {unit} wait and {more} came, the limit is {limit}")
-        self._num_images += num_images
-        self._num_bytes += num_bytes
+                raise errors.Overloaded(f"{held} {unit} wait and {more} came, the limit is {limit}")
+        self._count(num_images, num_bytes)
         try:
             yield
         finally:
-            self._num_images -= num_images
-            self._num_bytes -= num_bytes
+            self._count(-num_images, -num_bytes)
 
-    async def _embed(self, item: ImageItem, header: ImageHeader) -> Embedding:
-        async with self._decoded.hold(header.num_pixels * 3):  # until its row is here
-            pixels = await self._in_thread(decode, item, self._config.limits)
-            grid = grid_thw(self._config, *pixels.shape[:2])
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.append(Waiting(item.name, pixels, grid, future))
-            self._ask_for_slot()
-            return await future
+    def _count(self, num_images: int, num_bytes: int) -> None:
+        self._num_images += num_images
+        self._num_bytes += num_bytes
+        metrics.gauge("encoder_admitted_images").set(self._num_images)
+
+    async def _embed_all(self, images: Sequence[ImageItem]) -> list[Embedding]:
+        headers = await self._in_thread(decoding.read_headers, images, self._config.limits)
+        tasks = [
+            asyncio.create_task(self._embed(item, 3 * header.num_pixels))
+            for item, header in zip(images, headers, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one bad item fails its request, so the others cost no more
+                task.cancel()
+
+    async def _embed(self, item: ImageItem, num_bytes: int) -> Embedding:
+        ticket = object()
+        self._undecoded[ticket] = time.monotonic()
+        try:
+            async with self._decoded.hold(num_bytes):  # until its row is here
+                pixels, grid = await self._in_thread(decoding.decode, item, self._config)
+                del self._undecoded[ticket]
+                return await self._encoded(Waiting(item.name, pixels, grid))
+        finally:
+            self._undecoded.pop(ticket, None)
+
+    async def _encoded(self, image: Waiting) -> Embedding:
+        self._waiting.append(image)
+        self._ask_for_slot()
+        return await image.future
 
     def _ask_for_slot(self) -> None:
         """Start one lease, unless one is being waited for or nothing needs it."""
@@ -123,81 +133,40 @@ class Batcher:
             task.add_done_callback(self._tasks.discard)
 
     async def _encode_next(self) -> None:
-        """Lease a slot, encode what waits then, and settle every future, whatever happens."""
-        batch: list[Waiting] | None = None  # None until the slot is ours
+        """Encode what waits when a slot is free, and settle every future, whatever happens."""
+        batch: list[Waiting] | None = None  # None until a slot is ours
         try:
-            async with self._slots.lease() as slot:
-                batch = self._take()
-                if batch:
-                    packed = await self._in_thread(self._pack, batch)
-                    settle(batch, await slot.encode(packed))
+            for retries_left in reversed(range(1 + MAX_RETRIES)):
+                try:
+                    asked = time.perf_counter()
+                    async with self._slots.lease() as slot:
+                        metrics.observe_since("encoder_lease_wait_ms", asked)
+                        batch = self._take() if batch is None else waiting.still_wanted(batch)
+                        await self._encode(slot, batch)
+                        return
+                except errors.ReplicaLost:  # to encode twice is harmless: nothing is sent by it
+                    if not retries_left:
+                        raise
+                    metrics.counter("encoder_retries_total").inc()
         except Exception as error:  # belongs to the callers; the next batch is served
             batch = self._take() if batch is None else batch
-            for item in batch:
-                if not item.future.done():
-                    item.future.set_exception(error)
+            waiting.fail(batch, error)
         finally:
-            for item in self._take() if batch is None else batch:
-                item.future.cancel()  # only if we were cancelled: the others are settled
+            for image in self._take() if batch is None else batch:
+                image.future.cancel()  # only if we were cancelled: the others are settled
 
     def _take(self) -> list[Waiting]:
-        """The next batch, first come first served; what does not fit waits at the front."""
-        limits, batch, patches, num_bytes = self._batch_limits, list[Waiting](), 0, 0
-        while self._waiting and len(batch) < limits.max_images:
-            item = self._waiting[0]
-            if not item.future.done():  # a caller that left costs no encoder time
-                patches += num_patches(item.grid)
-                num_bytes += item.pixels.nbytes
-                if batch and (patches > limits.max_patches or num_bytes > limits.max_bytes):
-                    break
-                batch.append(item)
-            self._waiting.popleft()
+        """Cut a batch; from now on the next one may ask for a slot."""
+        batch = self._waiting.take()
         self._leasing = False
         self._ask_for_slot()
         return batch
 
-    def _pack(self, batch: Sequence[Waiting]) -> PackedBatch:
-        num_prefix = NUM_PREFIX[self._config.family]
-        return PackedBatch.of([x.pixels for x in batch], [x.grid for x in batch], num_prefix)
+    async def _encode(self, slot: EncoderSlot, batch: list[Waiting]) -> None:
+        if batch:  # else everyone left while the slot was waited for
+            packed = await self._in_thread(waiting.pack, batch, self._config)
+            self._waiting.observe(batch)
+            waiting.settle(batch, await slot.encode(packed))
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._cpu_pool, function, *args)
-
-
-def read_headers(images: Sequence[ImageItem], limits: ImageLimits) -> list[ImageHeader]:
-    """The header of every image, before any pixel is decoded. Raises a named `RequestError`."""
-    headers = []
-    for item in images:
-        with naming(item.name):
-            headers.append(read_header(item.data, limits))
-    return headers
-
-
-def decode(item: ImageItem, limits: ImageLimits) -> Pixels:
-    """One image's pixels. Raises a named `RequestError`."""
-    with naming(item.name):
-        return decode_rgb(item.data, limits)
-
-
-@contextmanager
-def naming(item: str) -> Iterator[None]:
-    """Errors that leave this block begin with the item's name."""
-    try:
-        yield
-    except EncoderError as error:
-        raise error.named(item) from error
-
-
-def settle(batch: Sequence[Waiting], rows: Rows) -> None:
-    """Give each caller its row; a row with NaN or infinity is that image's error alone."""
-    if len(rows) != len(batch):  # whose row is missing cannot be known: nobody gets one
-        raise ValueError(f"{len(rows)} rows came for {len(batch)} images")
-    for item, row in zip(batch, rows, strict=True):
-        if item.future.done():
-            continue  # the caller left while the batch ran
-        if np.isfinite(row).all():
-            item.future.set_result(Embedding(row, num_patches(item.grid)))
-        else:
-            count = np.count_nonzero(~np.isfinite(row))
-            error = InvalidImage(f"{count} of {row.size} values of the embedding are not finite")
-            item.future.set_exception(error.named(item.name))

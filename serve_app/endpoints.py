@@ -19,10 +19,11 @@ from encoders import errors
 from encoders.config import EncoderConfig, Settings
 from serve_app import refusals, schemas
 from serve_app.canary import CANARY
-from serve_app.service import Embedding, ImageItem, ImageService
+from serve_app.service import Embedding, ImageItem, ImageService, deadline
 from serve_app.sources import image_bytes
 
 NPY = "application/x-npy"
+TIMEOUT_HEADER = "x-request-timeout-seconds"
 READY_FOR_S = 10.0
 """After any answer, readiness is believed this long: probes then cost a busy encoder nothing."""
 
@@ -33,6 +34,7 @@ class ApiLimits(Settings):
     max_body_bytes: PositiveInt = 64 * 1024 * 1024
     max_images: PositiveInt = 64
     request_timeout_s: PositiveFloat = 60.0
+    access_log: bool = False
     api_key: SecretStr | None = None
 
 
@@ -97,14 +99,14 @@ class Endpoints:
             raise errors.UnknownModel(
                 f"model {wanted.model[:80]!r} is not served here, only {self._config.name!r}"
             )
-        embeddings = await self._embed(items, wanted.dimensions)
+        embeddings = await self._embed(items, wanted.dimensions, timeout(request))
         return self._json(embeddings, wanted.encoding_format)
 
     async def image_embeddings(
         self, request: Request, dimensions: Annotated[int | None, Query(ge=1)] = None
     ) -> Response:
         """One image as the body, or many as multipart files; JSON, or `application/x-npy`."""
-        embeddings = await self._embed(await _uploads(request), dimensions)
+        embeddings = await self._embed(await _uploads(request), dimensions, timeout(request))
         if NPY in request.headers.get("accept", ""):
             return Response(npy(embeddings), media_type=NPY)
         return self._json(embeddings, "float")
@@ -126,25 +128,24 @@ class Endpoints:
                 raise error.named(name) from error
         return wanted, items
 
-    async def _embed(self, items: Sequence[ImageItem], dimensions: int | None) -> list[Embedding]:
+    async def _embed(
+        self, items: Sequence[ImageItem], dimensions: int | None, timeout_s: float
+    ) -> list[Embedding]:
         self._check_count(len(items))
         width = self._config.dimensions
         if dimensions is not None and dimensions > width:
             raise errors.InvalidRequest(f"dimensions is {dimensions}, the model has {width}")
-        embeddings = await self._submit(items, self._limits.request_timeout_s)
+        # A client may ask for less than the server's limit, never for more.
+        timeout_s = min(timeout_s, self._limits.request_timeout_s)
+        embeddings = await self._submit(items, timeout_s)
         if dimensions is None:
             return embeddings
         normalize = self._config.normalize
         return [schemas.shorten(x, dimensions, normalize=normalize) for x in embeddings]
 
     async def _submit(self, items: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                embeddings = await self._service.submit(items)
-        except TimeoutError as error:
-            raise errors.DeadlineExceeded(
-                f"{len(items)} images were not encoded within {timeout_s} s"
-            ) from error
+        async with deadline(timeout_s, len(items)):
+            embeddings = await self._service.submit(items, timeout_s)
         self._answered_at = time.monotonic()
         return embeddings
 
@@ -159,6 +160,18 @@ class Endpoints:
     def _json(self, embeddings: list[Embedding], encoding: str) -> Response:
         reply = schemas.EmbeddingsReply.of(embeddings, self._config.name, encoding)
         return Response(reply.model_dump_json(), media_type="application/json")
+
+
+def timeout(request: Request) -> float:
+    """Seconds that the client grants, or infinity. Ray's own header, which its proxy reads too."""
+    text = request.headers.get(TIMEOUT_HEADER, "inf")
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise errors.InvalidRequest(f"{TIMEOUT_HEADER} is {text[:40]!r}, not a number") from error
+    if not seconds > 0:  # NaN too; to Ray's proxy zero means for ever
+        raise errors.InvalidRequest(f"{TIMEOUT_HEADER} is {text[:40]}, it has to be above 0")
+    return seconds
 
 
 async def _uploads(request: Request) -> list[ImageItem]:

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import BackPressureError, RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from encoders.errors import EncoderError, Overloaded
+from encoders.errors import EncoderError, Overloaded, ReplicaLost
 from encoders.packing import PackedBatch
-from serve_app.service import Embedding, EncoderSlot, ImageItem, Rows
+from serve_app.service import Embedding, EncoderSlot, ImageItem, Rows, Stats, deadline
+
+MAX_RETRIES = 2
+"""Times that a request is submitted again after its Batcher went away."""
 
 
 @contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raise what the far side raised; a replica that is away is an `Overloaded`.
+    """Raise what the far side raised, `ReplicaLost` if it went away, `Overloaded` if it is full.
 
     The text of a `RayTaskError` is the remote traceback, which must not reach a client.
     """
@@ -27,8 +30,10 @@ def unwrapped() -> Iterator[None]:
         if isinstance(error.cause, EncoderError):
             raise error.cause from None
         raise
-    except (RayActorError, BackPressureError, RayServeException) as error:
-        raise Overloaded("a replica went away or is busy; try again") from error
+    except (RayActorError, ReplicaUnavailableError) as error:
+        raise ReplicaLost("a replica went away; try again") from error
+    except (BackPressureError, RayServeException) as error:
+        raise Overloaded("no replica takes the request; try again") from error
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,32 @@ class BatcherHandle:
 
     handle: DeploymentHandle[Any]
 
-    async def submit(self, images: Sequence[ImageItem]) -> list[Embedding]:
-        """One embedding per image, in order."""
+    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+        """One embedding per image, in order. A Batcher that dies is replaced by another."""
+        async with deadline(timeout_s, len(images)):
+            for _ in range(MAX_RETRIES):
+                try:
+                    return await self._submit(images, timeout_s)
+                except ReplicaLost:
+                    continue
+            return await self._submit(images, timeout_s)
+
+    async def _submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
         with unwrapped():
-            response = self.handle.submit.remote(images)
+            response = self.handle.submit.remote(images, timeout_s)
             try:
                 return await response
             except asyncio.CancelledError:
-                response.cancel()  # type: ignore[no-untyped-call]  # else the far side would finish for a caller that left
+                # Else the far side would finish for a caller that left.
+                response.cancel()  # type: ignore[no-untyped-call]
                 raise
+
+    async def check_health(self) -> None:
+        """Nothing of it runs in this process."""
+
+    def record_autoscaling_stats(self) -> Stats:
+        """Nothing of it runs in this process."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,13 @@ class EncoderHandle:
             encode = self.handle.options(method_name="encode")
             async with encode.choose_replica() as selection:
                 yield _Slot(encode, selection)
+
+    async def check_health(self) -> None:
+        """Nothing of it runs in this process."""
+
+    def record_autoscaling_stats(self) -> Stats:
+        """Nothing of it runs in this process."""
+        return {}
 
 
 @dataclass(frozen=True)

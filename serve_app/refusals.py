@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from encoders import errors
 from encoders.errors import EncoderError
+from serve_app.metrics import counter
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ STATUS: dict[type[EncoderError], HTTPStatus] = {
     errors.UnsupportedImageType: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     errors.InvalidImage: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.Overloaded: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.ReplicaLost: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 HEADERS = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
@@ -48,7 +50,9 @@ def refusal(error: EncoderError) -> JSONResponse:
     if status is HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.error("%s", error, exc_info=error)
         return reply(status, "internal error")
-    return reply(status, str(error), code=snake_case(type(error).__name__), param=error.item)
+    code = snake_case(type(error).__name__)
+    counter("encoder_refusals_total").inc(tags={"reason": code})
+    return reply(status, str(error), code=code, param=error.item)
 
 
 def reply(

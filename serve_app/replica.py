@@ -3,37 +3,74 @@
 import asyncio
 import logging
 import os
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from encoders.config import EncoderConfig
 from encoders.encoder import Encoder
-from encoders.packing import PackedBatch
-from serve_app.service import Rows
+from encoders.packing import PackedBatch, num_patches
+from serve_app import metrics
+from serve_app.canary import canary_batch
+from serve_app.logs import speak_up
+from serve_app.service import Rows, Stats
 
 
 class EncoderReplica:
-    """Loads an Encoder and runs its batches one after another."""
+    """Loads an Encoder, shows that it answers, and runs its batches one after another."""
 
-    def __init__(self, config: EncoderConfig, device: str) -> None:
-        speak_up("encoders")
+    def __init__(self, config: EncoderConfig, device: str, hang_after_s: float) -> None:
+        speak_up("encoders", logging.INFO)
         if device == "cpu":
             # Ray sets OMP_NUM_THREADS from the logical CPUs that it placed us by, at least 1.
             torch.set_num_threads(os.cpu_count() or 1)
+        self._hang_after_s = hang_after_s
+        self._outstanding: dict[object, tuple[float, int]] = {}
+        self._canary = canary_batch(config)
         self._engine = ThreadPoolExecutor(1, "engine")
         self._encoder = self._engine.submit(Encoder.load, config, device).result()
+        self._engine.submit(self._encode, self._canary).result()
 
     async def encode(self, batch: PackedBatch) -> Rows:
         """One row per image, in order of arrival."""
-        # The engine thread alone touches the device, so the loop stays free for health checks.
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._engine, self._encoder.encode, batch)
+        with self._counted(batch):
+            # The engine thread alone touches the device; the loop stays free for health checks.
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._engine, self._encode, batch)
 
+    async def check_health(self) -> None:
+        """Raise if a batch has been here too long; when idle, see whether the canary sings.
 
-def speak_up(name: str) -> None:
-    """Log a package at INFO to stderr, which Ray forwards to whoever ran `serve run`."""
-    logger = logging.getLogger(name)
-    logger.setLevel(logging.INFO)
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+        A kernel that hangs in its thread leaves this loop alive, so age is what tells.
+        """
+        now = time.monotonic()
+        age_s = now - min((since for since, _ in self._outstanding.values()), default=now)
+        if age_s > self._hang_after_s:
+            raise TimeoutError(f"a batch is {age_s:.0f} s old, the limit is {self._hang_after_s}")
+        if not self._outstanding:
+            async with asyncio.timeout(self._hang_after_s):
+                await self.encode(self._canary)
+
+    def record_autoscaling_stats(self) -> Stats:
+        """Patches in this replica's slots."""
+        return {"outstanding_patches": sum(n for _, n in self._outstanding.values())}
+
+    def _encode(self, batch: PackedBatch) -> Rows:
+        with metrics.timed("encoder_forward_ms"):
+            return torch.stack(self._encoder.encode(batch)).numpy()
+
+    @contextmanager
+    def _counted(self, batch: PackedBatch) -> Iterator[None]:
+        ticket = object()
+        patches = sum(num_patches(grid) for grid in batch.layout.grid_thw)
+        self._outstanding[ticket] = time.monotonic(), patches
+        gauge = metrics.gauge("encoder_outstanding_patches")
+        gauge.set(sum(n for _, n in self._outstanding.values()))
+        try:
+            yield
+        finally:
+            del self._outstanding[ticket]
+            gauge.set(sum(n for _, n in self._outstanding.values()))

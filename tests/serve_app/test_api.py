@@ -21,10 +21,11 @@ from encoders.config import EncoderConfig
 from encoders.errors import ConfigError, DeadlineExceeded, EncoderError, InvalidImage, Overloaded
 from encoders.packing import PackedBatch
 from serve_app.api import build_api
-from serve_app.batcher import Batcher, BatchLimits, QueueLimits
+from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
 from serve_app.endpoints import NPY, ApiLimits
 from serve_app.service import Embedding, ImageItem, ImageService, Rows
+from serve_app.waiting import BatchLimits
 
 CONFIG = EncoderConfig.load("dinov2-demo")
 WIDTH = CONFIG.dimensions
@@ -44,7 +45,7 @@ class Service:
         self.error = error
         self.requests = list[list[ImageItem]]()
 
-    async def submit(self, images: Sequence[ImageItem]) -> list[Embedding]:
+    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
         self.requests.append(list(images))
         if self.error is not None:
             raise self.error
@@ -61,7 +62,7 @@ class Stuck:
     def __init__(self) -> None:
         self.was_cancelled = False
 
-    async def submit(self, images: Sequence[ImageItem]) -> list[Embedding]:
+    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

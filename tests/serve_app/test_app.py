@@ -19,7 +19,8 @@ with warnings.catch_warnings():
     from ray.serve._private.build_app import build_app as unfold
     from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
-    from serve_app.app import SLOTS, AppArgs, build_app, check_limits, max_patches, resolve_device
+    from serve_app.app import SLOTS, build_app, resolve_device
+    from serve_app.args import AppArgs, check_limits, max_patches
 
 CONFIG_FILE = Path(__file__).parents[2] / "serve_config.yaml"
 CONFIG = EncoderConfig.load("dinov2-demo")

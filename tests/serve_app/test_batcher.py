@@ -22,9 +22,10 @@ from encoders.errors import (
     UnsupportedImageType,
 )
 from encoders.packing import PackedBatch
-from serve_app.batcher import Batcher, BatchLimits, QueueLimits
+from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
 from serve_app.service import Embedding, ImageItem, Rows
+from serve_app.waiting import BatchLimits
 
 SIDE = 14
 CONFIG = EncoderConfig.load("dinov2-demo").model_copy(
@@ -36,6 +37,8 @@ CONFIG = EncoderConfig.load("dinov2-demo").model_copy(
 IMAGE_BYTES = SIDE * SIDE * 3
 Colour = tuple[int, int, int]
 CALLER = ContextVar[str]("CALLER", default="nobody")
+
+TIMEOUT_S = 60.0
 
 
 class Slots:
@@ -129,7 +132,7 @@ Submitted = asyncio.Task[list[Embedding]]
 async def waiting(batcher: Batcher, *items: ImageItem) -> Submitted:
     """A request whose images are all decoded and wait for a slot, behind those before it."""
     goal = len(batcher._waiting) + len(items)
-    task = asyncio.create_task(batcher.submit(items))
+    task = asyncio.create_task(batcher.submit(items, TIMEOUT_S))
     await until(lambda: len(batcher._waiting) == goal)
     return task
 
@@ -137,7 +140,7 @@ async def waiting(batcher: Batcher, *items: ImageItem) -> Submitted:
 async def plugged(slots: Slots, batcher: Batcher) -> Submitted:
     """A request that keeps the only slot busy until `go`; its batch is the first."""
     slots.go.clear()
-    task = asyncio.create_task(batcher.submit([image(200)]))
+    task = asyncio.create_task(batcher.submit([image(200)], TIMEOUT_S))
     await until(lambda: len(slots.batches) == 1)
     return task
 
@@ -147,7 +150,9 @@ async def test_each_image_gets_its_own_row_in_the_order_of_the_request() -> None
     batcher = make_batcher(slots)
     sizes = [1, 5, 2, 9, 1, 3, 9, 1]  # the packed order is another
 
-    embeddings = await batcher.submit([image(i, num_patches=n) for i, n in enumerate(sizes)])
+    embeddings = await batcher.submit(
+        [image(i, num_patches=n) for i, n in enumerate(sizes)], TIMEOUT_S
+    )
 
     assert colours(embeddings) == [colour(i) for i in range(len(sizes))]
     assert [embedding.num_patches for embedding in embeddings] == sizes
@@ -159,7 +164,7 @@ async def test_each_image_gets_its_own_row_in_the_order_of_the_request() -> None
 async def test_real_files_are_decoded_before_they_reach_the_encoder(format: str) -> None:
     batcher = make_batcher(Slots())
 
-    (embedding,) = await batcher.submit([image(100, format=format)])
+    (embedding,) = await batcher.submit([image(100, format=format)], TIMEOUT_S)
 
     np.testing.assert_allclose(embedding.values, colour(100), atol=3)
 
@@ -167,7 +172,7 @@ async def test_real_files_are_decoded_before_they_reach_the_encoder(format: str)
 async def test_the_canary_is_an_image_like_any_other() -> None:
     batcher = make_batcher(Slots())
 
-    (embedding,) = await batcher.submit([CANARY])
+    (embedding,) = await batcher.submit([CANARY], TIMEOUT_S)
 
     assert np.isfinite(embedding.values).all()
 
@@ -176,7 +181,7 @@ async def test_no_images_are_answered_without_a_slot() -> None:
     slots = Slots()
     batcher = make_batcher(slots)
 
-    embeddings = await batcher.submit([])
+    embeddings = await batcher.submit([], TIMEOUT_S)
 
     assert embeddings == []
     assert slots.num_leases == 0
@@ -212,7 +217,7 @@ async def test_a_second_slot_runs_a_second_batch_at_the_same_time() -> None:
     batcher = make_batcher(slots)
     first = await plugged(slots, batcher)
 
-    second = asyncio.create_task(batcher.submit([image(1)]))
+    second = asyncio.create_task(batcher.submit([image(1)], TIMEOUT_S))
     await until(lambda: len(slots.batches) == 2)
 
     assert not first.done()
@@ -285,12 +290,12 @@ async def test_images_past_the_queue_are_refused_with_the_numbers_until_there_is
     request = await waiting(batcher, image(0))
 
     with pytest.raises(Overloaded, match=r"^2 images wait and 2 came, the limit is 3$"):
-        await batcher.submit([image(1), image(2)])
+        await batcher.submit([image(1), image(2)], TIMEOUT_S)
 
     last = await waiting(batcher, image(3))  # exactly full
     slots.go.set()
     await asyncio.gather(plug, request, last)
-    assert len(await batcher.submit([image(i) for i in range(3)])) == 3
+    assert len(await batcher.submit([image(i) for i in range(3)], TIMEOUT_S)) == 3
 
 
 async def test_bytes_past_the_queue_are_refused_with_the_numbers_until_there_is_room() -> None:
@@ -302,19 +307,19 @@ async def test_bytes_past_the_queue_are_refused_with_the_numbers_until_there_is_
     message = f"^{size} bytes wait and {size + 1} came, the limit is {2 * size}$"
 
     with pytest.raises(Overloaded, match=message):
-        await batcher.submit([more])
+        await batcher.submit([more], TIMEOUT_S)
 
     last = await waiting(batcher, image(200))  # exactly full
     slots.go.set()
     await asyncio.gather(plug, last)
-    assert len(await batcher.submit([image(200)])) == 1
+    assert len(await batcher.submit([image(200)], TIMEOUT_S)) == 1
 
 
 async def test_a_request_that_is_refused_leaves_no_trace_in_the_counters() -> None:
     batcher = make_batcher(Slots(), queue=QueueLimits(max_images=1))
 
     with pytest.raises(Overloaded):
-        await batcher.submit([image(0), image(1)])
+        await batcher.submit([image(0), image(1)], TIMEOUT_S)
 
     assert is_idle(batcher)
 
@@ -330,7 +335,7 @@ async def test_no_more_is_decoded_than_the_budget_holds() -> None:
 
     slots.change = note
     plug = await plugged(slots, batcher)
-    request = asyncio.create_task(batcher.submit([image(i) for i in range(7)]))
+    request = asyncio.create_task(batcher.submit([image(i) for i in range(7)], TIMEOUT_S))
     await until(lambda: len(batcher._waiting) == 2)
 
     slots.go.set()
@@ -362,7 +367,7 @@ async def test_a_bad_item_fails_its_own_request_by_name_and_no_neighbour(
     before = await waiting(batcher, image(0))
 
     with pytest.raises(kind, match=r"^input\[7\]: ") as caught:
-        await batcher.submit([image(1), bad, image(2)])
+        await batcher.submit([image(1), bad, image(2)], TIMEOUT_S)
 
     after = await waiting(batcher, image(3))
     slots.go.set()
@@ -437,7 +442,7 @@ async def test_an_encoder_that_fails_fails_its_batch_and_not_the_next(
     assert colours(await plug) == [colour(200)]
     await until(lambda: is_idle(batcher))
     slots.change = lambda rows: rows
-    assert colours(await batcher.submit([image(5), image(6)])) == [colour(5), colour(6)]
+    assert colours(await batcher.submit([image(5), image(6)], TIMEOUT_S)) == [colour(5), colour(6)]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no replica"), Overloaded("away")], ids=repr)
@@ -458,7 +463,7 @@ async def test_a_lease_that_fails_settles_all_that_wait_and_later_ones_are_serve
     assert slots.batch_sizes == [1]
     await until(lambda: is_idle(batcher))
     slots.lease_error = None
-    assert colours(await batcher.submit([image(5)])) == [colour(5)]
+    assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
 
 
 async def test_a_caller_that_left_before_the_lease_costs_no_encoder_time() -> None:
@@ -493,7 +498,7 @@ async def test_no_batch_is_made_when_every_caller_left() -> None:
 
     await until(lambda: is_idle(batcher))
     assert slots.batch_sizes == [1]
-    assert colours(await batcher.submit([image(5)])) == [colour(5)]
+    assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
 
 
 async def test_a_caller_that_leaves_while_its_batch_runs_does_not_disturb_the_others() -> None:
@@ -519,7 +524,7 @@ async def test_a_caller_that_leaves_while_its_batch_runs_does_not_disturb_the_ot
 async def test_a_caller_that_leaves_before_its_image_is_decoded_gives_everything_back() -> None:
     slots = Slots()
     batcher = make_batcher(slots)
-    request = asyncio.create_task(batcher.submit([image(0)]))
+    request = asyncio.create_task(batcher.submit([image(0)], TIMEOUT_S))
     await until(lambda: batcher._num_images == 1)
 
     request.cancel()
@@ -527,7 +532,7 @@ async def test_a_caller_that_leaves_before_its_image_is_decoded_gives_everything
         await request
 
     await until(lambda: is_idle(batcher))
-    assert colours(await batcher.submit([image(5)])) == [colour(5)]
+    assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
 
 
 async def test_cancelling_the_batch_itself_settles_its_futures_and_frees_the_slot() -> None:
@@ -542,7 +547,7 @@ async def test_cancelling_the_batch_itself_settles_its_futures_and_frees_the_slo
 
     await until(lambda: is_idle(batcher))
     slots.go.set()
-    assert colours(await batcher.submit([image(5)])) == [colour(5)]
+    assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
 
 
 async def test_a_batch_does_not_run_in_the_context_of_the_caller_that_came_first() -> None:
@@ -550,7 +555,7 @@ async def test_a_batch_does_not_run_in_the_context_of_the_caller_that_came_first
     batcher = make_batcher(slots)
     CALLER.set("first")
 
-    await batcher.submit([image(0)])
+    await batcher.submit([image(0)], TIMEOUT_S)
 
     assert slots.callers == ["nobody"], "Ray would cancel the batch with that caller"
 
@@ -563,7 +568,7 @@ def large_png() -> ImageItem:
 
 async def test_the_loop_goes_on_while_a_large_image_is_decoded() -> None:
     batcher, item, num_turns = make_batcher(Slots()), large_png(), 0
-    request = asyncio.create_task(batcher.submit([item]))
+    request = asyncio.create_task(batcher.submit([item], TIMEOUT_S))
 
     while not request.done():
         await asyncio.sleep(0)
@@ -580,7 +585,7 @@ async def one_caller(batcher: Batcher, choose: random.Random, index: int) -> str
     is_bad = choose.random() < 0.3
     if is_bad:
         items.insert(choose.randrange(len(items) + 1), truncated(999))
-    request = asyncio.create_task(batcher.submit(items))
+    request = asyncio.create_task(batcher.submit(items, TIMEOUT_S))
     if choose.random() < 0.3:
         for _ in range(choose.randrange(200)):
             await asyncio.sleep(0)
@@ -623,7 +628,7 @@ async def test_in_a_random_crowd_every_caller_is_settled_and_every_counter_retur
     assert "wrong" not in outcomes
     assert max(slots.batch_sizes) <= 6
     slots.change = lambda rows: rows
-    assert colours(await batcher.submit([image(5)])) == [colour(5)]
+    assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
 
 
 async def test_callers_that_ask_at_once_are_packed_together_and_each_gets_its_own() -> None:
@@ -631,7 +636,7 @@ async def test_callers_that_ask_at_once_are_packed_together_and_each_gets_its_ow
     batcher = make_batcher(slots, queue=QueueLimits(decode_threads=4))
 
     async def ask(indices: Sequence[int]) -> list[Colour]:
-        return colours(await batcher.submit([image(i) for i in indices]))
+        return colours(await batcher.submit([image(i) for i in indices], TIMEOUT_S))
 
     answers = await asyncio.gather(*(ask(range(i, i + 3)) for i in range(0, 90, 3)))
 

@@ -22,6 +22,7 @@ EXPECTED = {
     errors.UnsupportedImageType: 415,
     errors.InvalidImage: 422,
     errors.Overloaded: 503,
+    errors.ReplicaLost: 503,
 }
 OURS = {errors.ConfigError, errors.WeightsError, errors.BackendUnavailable}
 """What no client can mend: a plain 500."""

@@ -1,0 +1,66 @@
+"""How many replicas a tier wants. Ray's controller calls these; they do no I/O.
+
+Ray applies the deployment's bounds, delays and smoothing factors around the answers.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from pydantic import PositiveFloat
+from ray.serve.config import AutoscalingContext
+
+from encoders.config import Settings
+
+
+class PatchTargets(Settings):
+    """What one Encoder should have outstanding.
+
+    `requests` has to lie below its slots: at the slots a replica is full and Ray sees no more.
+    """
+
+    patches: PositiveFloat
+    requests: PositiveFloat = 1.5
+
+
+class PatchPolicy:
+    """Encoders by patches in their slots, or by batches that wait for a slot, whichever asks more.
+
+    Ray's own policy counts requests: a few huge images then never scale.
+    """
+
+    def __init__(self, **targets: float) -> None:
+        self._targets = PatchTargets.model_validate(targets)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Wanted replicas, and the state to be handed back next time: none."""
+        by_patches = sum(_values(context, "outstanding_patches")) / self._targets.patches
+        return max(by_patches, context.total_num_requests / self._targets.requests), {}
+
+
+class AgeTarget(Settings):
+    """How long an image may wait to be decoded, and the calls that one Batcher may hold."""
+
+    age_s: PositiveFloat
+    requests: PositiveFloat = 64.0
+
+
+class QueueAgePolicy:
+    """Batchers by how long images wait to be decoded, or by calls, whichever asks more.
+
+    Age asks for one replica more at a time. Decoded images that wait for an Encoder do not count:
+    no Batcher more would help them.
+    """
+
+    def __init__(self, **target: float) -> None:
+        self._target = AgeTarget.model_validate(target)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Wanted replicas, and the state to be handed back next time: none."""
+        late = max(_values(context, "queue_age_s"), default=0.0) > self._target.age_s
+        by_age = context.current_num_replicas + 1 if late else 0
+        return max(by_age, context.total_num_requests / self._target.requests), {}
+
+
+def _values(context: AutoscalingContext, stat: str) -> Collection[float]:
+    """What each replica recorded under a name: see `record_autoscaling_stats` of the tiers."""
+    return (context.aggregated_metrics or {}).get(stat, {}).values()

@@ -1,0 +1,39 @@
+"""Encoder slots in this very process: the `fused` topology."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from encoders.config import EncoderConfig
+from serve_app.args import AppArgs
+from serve_app.batcher import Batcher
+from serve_app.replica import EncoderReplica
+from serve_app.service import EncoderSlot, Stats
+
+
+class LocalSlots:
+    """The slots of one encoder, without Ray between."""
+
+    def __init__(self, replica: EncoderReplica, num_slots: int) -> None:
+        self._replica = replica
+        self._free = asyncio.Semaphore(num_slots)
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[EncoderSlot]:
+        """Wait until a slot is free, and hold it."""
+        async with self._free:
+            yield self._replica
+
+    async def check_health(self) -> None:
+        """Raise if the encoder is stuck."""
+        await self._replica.check_health()
+
+    def record_autoscaling_stats(self) -> Stats:
+        """What the encoder has outstanding."""
+        return self._replica.record_autoscaling_stats()
+
+
+def fused_service(args: AppArgs, config: EncoderConfig, num_slots: int) -> Batcher:
+    """A Batcher over an encoder, both in this very process."""
+    replica = EncoderReplica(config, args.device, args.hang_after_s)
+    return Batcher(LocalSlots(replica, num_slots), config, args.batch, args.queue)

@@ -1,0 +1,113 @@
+"""Decoded images that wait for an encoder: what a batch may hold, and who gets which row."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import PositiveInt
+
+from encoders.config import EncoderConfig, Settings
+from encoders.errors import InvalidImage
+from encoders.packing import GridTHW, PackedBatch, Pixels, num_patches
+from encoders.sizes import NUM_PREFIX
+from serve_app.metrics import counter, histogram
+from serve_app.service import Embedding, Rows
+
+
+class BatchLimits(Settings):
+    """What one batch may hold. `max_bytes` counts decoded uint8 pixels."""
+
+    max_patches: PositiveInt = 16_384
+    max_images: PositiveInt = 64
+    max_bytes: PositiveInt = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A decoded image, what it costs a batch, and whoever waits for its row."""
+
+    name: str
+    pixels: Pixels
+    grid: GridTHW
+    future: asyncio.Future[Embedding] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    since: float = field(default_factory=time.monotonic)
+
+
+class WaitingImages:
+    """A queue of images, first come first served, from which batches are cut."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self._limits = limits
+        self._images: deque[Waiting] = deque()
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def append(self, image: Waiting) -> None:
+        """Put an image last."""
+        self._images.append(image)
+
+    def take(self) -> list[Waiting]:
+        """Cut the next batch. An image that does not fit waits at the front."""
+        limits, batch, patches, num_bytes = self._limits, list[Waiting](), 0, 0
+        while self._images and len(batch) < limits.max_images:
+            image = self._images[0]
+            if not image.future.done():  # a caller that left costs no encoder time
+                patches += num_patches(image.grid)
+                num_bytes += image.pixels.nbytes
+                if batch and (patches > limits.max_patches or num_bytes > limits.max_bytes):
+                    break
+                batch.append(image)
+            self._images.popleft()
+        return batch
+
+    def observe(self, batch: Sequence[Waiting]) -> None:
+        """Count a batch that is about to be encoded."""
+        now, limits = time.monotonic(), self._limits
+        patches = sum(num_patches(image.grid) for image in batch)
+        num_bytes = sum(image.pixels.nbytes for image in batch)
+        for image in batch:
+            histogram("encoder_queue_wait_ms").observe((now - image.since) * 1e3)
+        fill = histogram("encoder_batch_fill")
+        fill.observe(patches / limits.max_patches, tags={"budget": "patches"})
+        fill.observe(len(batch) / limits.max_images, tags={"budget": "images"})
+        fill.observe(num_bytes / limits.max_bytes, tags={"budget": "bytes"})
+        counter("encoder_images_total").inc(len(batch))
+        counter("encoder_patches_total").inc(patches)
+
+
+def still_wanted(batch: Sequence[Waiting]) -> list[Waiting]:
+    """Those of a batch whose callers have not left."""
+    return [image for image in batch if not image.future.done()]
+
+
+def pack(batch: Sequence[Waiting], config: EncoderConfig) -> PackedBatch:
+    """One buffer of a batch's pixels, with the layout of its patches."""
+    pixels, grids = [image.pixels for image in batch], [image.grid for image in batch]
+    return PackedBatch.of(pixels, grids, NUM_PREFIX[config.family])
+
+
+def settle(batch: Sequence[Waiting], rows: Rows) -> None:
+    """Give each caller its row; a row with NaN or infinity is that image's error alone."""
+    if len(rows) != len(batch):  # whose row is missing cannot be known: nobody gets one
+        raise ValueError(f"{len(rows)} rows came for {len(batch)} images")
+    for image, row in zip(batch, rows, strict=True):
+        if image.future.done():
+            continue  # the caller left while the batch ran
+        if np.isfinite(row).all():
+            image.future.set_result(Embedding(row, num_patches(image.grid)))
+        else:
+            count = np.count_nonzero(~np.isfinite(row))
+            error = InvalidImage(f"{count} of {row.size} values of the embedding are not finite")
+            image.future.set_exception(error.named(image.name))
+
+
+def fail(batch: Sequence[Waiting], error: Exception) -> None:
+    """Tell every caller that still waits why there is no row."""
+    for image in still_wanted(batch):
+        image.future.set_exception(error)
