@@ -10,12 +10,14 @@ check:
 	ruff format --check .
 	ruff check .
 	mypy
+	python -m serve_app.check_config serve_config.yaml configs/serve/*.yaml
 
 test:
 	python -m pytest -m 'not gpu'
 
 test-gpu:
-	python -m pytest -m gpu
+	python -m pytest -m gpu tests/gpu
 
 bench:
-	python benchmarks/bench_encoder.py
+	python benchmarks/bench_encoder.py --model qwen3-vl
+	python benchmarks/bench_encoder.py --model dinov2

@@ -26,8 +26,8 @@ LOADERS: Mapping[str, Callable[[Target], Attention]] = MappingProxyType(
 BEST: Mapping[tuple[str, int], str] = MappingProxyType(
     {
         # Measured on an H200, eager, ms of a whole Qwen3-VL tower (benchmarks/results): flash costs
-        # the host more at each launch, 24.1 against 10.5 for one image of 512x512, and the device
-        # less, 86 against 131 for one of 2048x1600. Name flash where images are large.
+        # the host more at each launch, 14.6 against 8.7 for one image of 512x512, and the device
+        # less, 83 against 127 for one of 2048x1600. Name flash where images are large.
         ("sm90", 72): "varlen",
     }
 )

@@ -165,10 +165,11 @@ class Qwen3VL(nn.Module):
             inputs.cell_P4, self.positions.float(), mode="sum", per_sample_weights=inputs.weight_P4
         )
         x_PD = self.patch_embed(patches_PC) + position_PD.to(patches_PC.dtype)
+        rotary = inputs.cos_PK[:, None, None], inputs.sin_PK[:, None, None]
         taps = self.config.deepstack_visual_indexes if output == "patch" else ()
         features: list[Tensor] = []
         for depth, block in enumerate(self.blocks):
-            x_PD = block(x_PD, layout, (inputs.cos_PK, inputs.sin_PK))
+            x_PD = block(x_PD, layout, rotary)
             if depth in taps:
                 features.append(self.deepstack[len(features)](x_PD))
         if output == "patch":
@@ -231,11 +232,13 @@ def block_tables(
 
 
 def rotations(place_P2: npt.NDArray[np.int64], config: Qwen3VLConfig) -> npt.NDArray[np.float32]:
-    """Cosines and sines [2, P, K] of patches at these rows and columns, in fp32 as transformers."""
+    """Cosines and signed sines [2, P, K] of patches at these places, in fp32 as transformers."""
     half = config.hidden_size // config.num_heads // 2
     exponent_Q = np.arange(0, half, 2, dtype=np.float32) / half
     inverse_Q = 1 / np.float32(config.rope_parameters.rope_theta) ** exponent_Q
     angle_SQ = np.arange(place_P2.max() + 1, dtype=np.float32)[:, None] * inverse_Q
     turn_2SQ = np.stack([np.cos(angle_SQ), np.sin(angle_SQ)], dtype=np.float32)
     # Both halves of a head turn alike: Q channels by the row, then Q by the column.
-    return turn_2SQ.take(np.tile(place_P2, 2), axis=1).reshape(2, len(place_P2), 2 * half)
+    turn_2PK = turn_2SQ.take(np.tile(place_P2, 2), axis=1).reshape(2, len(place_P2), 2 * half)
+    turn_2PK[1, :, :half] *= -1  # see `encoders.layers.Rotary`
+    return turn_2PK

@@ -117,20 +117,19 @@ def test_results_are_the_callers_own(subject: Subject, dtype: str) -> None:
         assert torch.equal(row, before)
 
 
-def test_resizing_on_the_gpu_is_pillows(photos: dict[str, bytes]) -> None:
+def test_resizing_on_the_gpu_is_pillows_within_one_level(photos: dict[str, bytes]) -> None:
+    config = EncoderConfig.load("qwen3-vl-8b")
     preprocess = Preprocessor((0.0,) * 3, (1 / 255,) * 3, CUDA, patch_size=16, merge_size=2)
     for name, data in photos.items():
         with Image.open(io.BytesIO(data)) as file:
             image = file.convert("RGB")
-        expected = np.asarray(image.resize((448, 320), Image.Resampling.BICUBIC))
-        flat = torch.from_numpy(np.array(image)).flatten().to(CUDA)
+        _, rows, columns = grid_thw(config, image.height, image.width)
+        target = rows * 16, columns * 16
+        expected = np.array(image.resize(target[::-1], Image.Resampling.BICUBIC))
 
-        patches = preprocess(flat, [(image.height, image.width)], [(320, 448)])
-
-        there = preprocess(
-            torch.from_numpy(expected.copy()).flatten().to(CUDA), [(320, 448)], [(320, 448)]
+        ours, pillows = (
+            preprocess(torch.from_numpy(pixels).flatten().to(CUDA), [pixels.shape[:2]], [target])
+            for pixels in (np.array(image), expected)
         )
-        difference = (patches - there).abs()
-        # Fixed-point taps tip a value over the edge of rounding in one pass, rarely in both.
-        assert difference.max() <= 2, name
-        assert (difference > 1.001).sum() <= 3, name
+
+        assert (ours - pillows).abs().max() <= 1.001, name
