@@ -22,7 +22,7 @@ CHECKPOINT = {
 }
 
 
-def write_tiny_encoder(folder: Path, *, max_pixels: int = 70 * 70) -> Path:
+def write_tiny_encoder(folder: Path, *, shortest_edge: int = 28, max_pixels: int = 70 * 70) -> Path:
     """Random weights under released names, and the YAML of an encoder over them."""
     torch.manual_seed(0)
     settings = {
@@ -32,7 +32,11 @@ def write_tiny_encoder(folder: Path, *, max_pixels: int = 70 * 70) -> Path:
         "patch_size": 14,
         "dimensions": 32,
         "pooling": "mean",
-        "resize": {"rule": "shortest_edge", "shortest_edge": 28, "max_pixels": max_pixels},
+        "resize": {
+            "rule": "shortest_edge",
+            "shortest_edge": shortest_edge,
+            "max_pixels": max_pixels,
+        },
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.25, 0.25, 0.25],
     }
