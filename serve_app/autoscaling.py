@@ -1,6 +1,8 @@
 """How many replicas a tier wants. Ray's controller calls these; they do no I/O.
 
-Ray applies the deployment's bounds, delays and smoothing factors around the answers.
+Ray makes one object per deployment, with `policy_kwargs` as keywords, and calls it ten times a
+second; it rounds the answer up and applies the deployment's factors, delays and bounds around it.
+What it hands over are means over `look_back_period_s`, of running replicas alone.
 """
 
 from collections.abc import Collection
@@ -15,7 +17,8 @@ from encoders.config import Settings
 class PatchTargets(Settings):
     """What one Encoder should have outstanding.
 
-    `requests` has to lie below its slots: at the slots a replica is full and Ray sees no more.
+    `requests` has to lie below its slots: at the slots a replica is full, and Ray sees hardly more.
+    A `fused` replica's requests are those of HTTP, of which one batch holds many.
     """
 
     patches: PositiveFloat
@@ -29,15 +32,15 @@ class PatchPolicy:
     """
 
     def __init__(self, **targets: float) -> None:
-        self._targets = PatchTargets.model_validate(targets)
+        self.targets = PatchTargets.model_validate(targets)
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
         """Wanted replicas, and the state to be handed back next time: none."""
-        by_patches = sum(_values(context, "outstanding_patches")) / self._targets.patches
-        return max(by_patches, context.total_num_requests / self._targets.requests), {}
+        by_patches = sum(_values(context, "outstanding_patches")) / self.targets.patches
+        return max(by_patches, context.total_num_requests / self.targets.requests), {}
 
 
-class AgeTarget(Settings):
+class AgeTargets(Settings):
     """How long an image may wait to be decoded, and the calls that one Batcher may hold."""
 
     age_s: PositiveFloat
@@ -51,14 +54,14 @@ class QueueAgePolicy:
     no Batcher more would help them.
     """
 
-    def __init__(self, **target: float) -> None:
-        self._target = AgeTarget.model_validate(target)
+    def __init__(self, **targets: float) -> None:
+        self.targets = AgeTargets.model_validate(targets)
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
         """Wanted replicas, and the state to be handed back next time: none."""
-        late = max(_values(context, "queue_age_s"), default=0.0) > self._target.age_s
+        late = max(_values(context, "queue_age_s"), default=0.0) > self.targets.age_s
         by_age = context.current_num_replicas + 1 if late else 0
-        return max(by_age, context.total_num_requests / self._target.requests), {}
+        return max(by_age, context.total_num_requests / self.targets.requests), {}
 
 
 def _values(context: AutoscalingContext, stat: str) -> Collection[float]:
