@@ -1,4 +1,4 @@
-.PHONY: install check test test-gpu bench
+.PHONY: install check test test-slow test-gpu bench
 
 # On ROCm the image's own torch has to survive, so that list names none.
 CONSTRAINTS := $(shell python -c "import torch; print('constraints-rocm.txt' if torch.version.hip else 'constraints.txt')" 2>/dev/null || echo constraints.txt)
@@ -13,7 +13,10 @@ check:
 	python -m serve_app.check_config serve_config.yaml configs/serve/*.yaml
 
 test:
-	python -m pytest -m 'not gpu'
+	python -m pytest -m 'not gpu and not slow'
+
+test-slow:
+	python -m pytest -m slow
 
 test-gpu:
 	python -m pytest -m gpu tests/gpu

@@ -21,7 +21,8 @@ class AppArgs(Settings):
     encoder_labels: dict[str, str] = Field(default_factory=dict)
     """Ray labels of the nodes that encoders may run on, such as `{gpu: mi355x}`."""
     hang_after_s: PositiveFloat = 60.0
-    """Age of a batch at which its encoder counts as hung, and is replaced."""
+    """Age of a batch at which its encoder counts as hung, and is replaced; and of a leased slot
+    at which it is free again, since whoever held it has died."""
     api: ApiLimits = ApiLimits()
     batch: BatchLimits = BatchLimits()
     queue: QueueLimits = QueueLimits()

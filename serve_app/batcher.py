@@ -45,7 +45,9 @@ class Batcher:
         self._slots = slots
         self._config = config
         self._queue_limits = queue_limits
-        self._cpu_pool = ThreadPoolExecutor(queue_limits.decode_threads, "decode")
+        self._decoders = ThreadPoolExecutor(queue_limits.decode_threads, "decode")
+        # Headers and packing are quick, and would wait behind every image that is to be decoded.
+        self._helper = ThreadPoolExecutor(1, "helper")
         self._decoded = ByteBudget(queue_limits.max_decoded_bytes)
         self._undecoded: dict[object, float] = {}
         self._waiting = WaitingImages(batch_limits)
@@ -63,6 +65,15 @@ class Batcher:
         with self._admitted(len(images), num_bytes):
             async with deadline(timeout_s, len(images)):
                 return await self._embed_all(images)
+
+    async def answer(
+        self, images: Sequence[ImageItem], timeout_s: float
+    ) -> list[Embedding] | errors.EncoderError:
+        """`submit` for another process: Ray logs and sends a traceback with all that is raised."""
+        try:
+            return await self.submit(images, timeout_s)
+        except errors.EncoderError as error:
+            return error
 
     async def check_health(self) -> None:
         """Raise if an encoder of this process is stuck."""
@@ -95,7 +106,7 @@ class Batcher:
         metrics.gauge("encoder_admitted_images").set(self._num_images)
 
     async def _embed_all(self, images: Sequence[ImageItem]) -> list[Embedding]:
-        headers = await self._in_thread(decoding.read_headers, images, self._config.limits)
+        headers = await in_thread(self._helper, decoding.read_headers, images, self._config.limits)
         tasks = [
             asyncio.create_task(self._embed(item, 3 * header.num_pixels))
             for item, header in zip(images, headers, strict=True)
@@ -108,10 +119,11 @@ class Batcher:
 
     async def _embed(self, item: ImageItem, num_bytes: int) -> Embedding:
         ticket = object()
-        self._undecoded[ticket] = time.monotonic()
         try:
             async with self._decoded.hold(num_bytes):  # until its row is here
-                pixels, grid = await self._in_thread(decoding.decode, item, self._config)
+                # Not before: what waits for bytes may do so because an encoder is slow.
+                self._undecoded[ticket] = time.monotonic()
+                pixels, grid = await in_thread(self._decoders, decoding.decode, item, self._config)
                 del self._undecoded[ticket]
                 return await self._encoded(Waiting(item.name, pixels, grid))
         finally:
@@ -164,9 +176,11 @@ class Batcher:
 
     async def _encode(self, slot: EncoderSlot, batch: list[Waiting]) -> None:
         if batch:  # else everyone left while the slot was waited for
-            packed = await self._in_thread(waiting.pack, batch, self._config)
+            packed = await in_thread(self._helper, waiting.pack, batch, self._config)
             self._waiting.observe(batch)
             waiting.settle(batch, await slot.encode(packed))
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._cpu_pool, function, *args)
+
+async def in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+    """Call a function in a thread of the pool."""
+    return await asyncio.get_running_loop().run_in_executor(pool, function, *args)

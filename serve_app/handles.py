@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -30,7 +30,7 @@ def unwrapped() -> Iterator[None]:
         if isinstance(error.cause, EncoderError):
             raise error.cause from None
         raise
-    except (RayActorError, ReplicaUnavailableError) as error:
+    except (RayActorError, ObjectLostError, ReplicaUnavailableError) as error:
         raise ReplicaLost("a replica went away; try again") from error
     except (BackPressureError, RayServeException) as error:
         raise Overloaded("no replica takes the request; try again") from error
@@ -54,13 +54,16 @@ class BatcherHandle:
 
     async def _submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
         with unwrapped():
-            response = self.handle.submit.remote(images, timeout_s)
+            response = self.handle.answer.remote(images, timeout_s)
             try:
-                return await response
+                answer: list[Embedding] | EncoderError = await response
             except asyncio.CancelledError:
                 # Else the far side would finish for a caller that left.
                 response.cancel()  # type: ignore[no-untyped-call]
                 raise
+        if isinstance(answer, EncoderError):
+            raise answer
+        return answer
 
     async def check_health(self) -> None:
         """Nothing of it runs in this process."""

@@ -70,11 +70,15 @@ class Watch:
         with self._traffic.request():
             try:
                 await self._answer(scope)(scope, receive, noted)
+            except Exception:  # a fault of ours, of which the server around us makes a 500
+                status = status or 500
+                raise
             finally:
                 self._note(scope, status, start)
 
     def _answer(self, scope: Scope) -> ASGIApp:
-        if self._traffic.draining and scope["path"] != "/health":
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # the app's route prefix
+        if self._traffic.draining and path != "/health":
             return refusal(Overloaded("this replica is shutting down; another may answer"))
         return self._app
 
@@ -104,9 +108,8 @@ class BodyLimit:
         """Pass a request on whose body is refused while it is read."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        declared = dict(scope["headers"]).get(b"content-length", b"")[
-            :18
-        ]  # past that int() gives up, and so do we
+        # So many digits are enough to tell; of thousands int() makes an error.
+        declared = dict(scope["headers"]).get(b"content-length", b"")[:18]
         if declared.isdigit() and int(declared) > self._max_bytes:
             return await refusal(self._too_large(int(declared)))(scope, receive, send)
         num_bytes = 0

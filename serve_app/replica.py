@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import ray
 import torch
+from ray._private.worker import global_worker
 
 from encoders.config import EncoderConfig
 from encoders.encoder import Encoder
@@ -17,6 +19,8 @@ from serve_app import metrics
 from serve_app.canary import canary_batch
 from serve_app.logs import speak_up
 from serve_app.service import Rows, Stats
+
+logger = logging.getLogger(__name__)
 
 
 class EncoderReplica:
@@ -29,6 +33,7 @@ class EncoderReplica:
             torch.set_num_threads(os.cpu_count() or 1)
         self._hang_after_s = hang_after_s
         self._outstanding: dict[object, tuple[float, int]] = {}
+        self._held_since: dict[str, float] = {}
         self._canary = canary_batch(config)
         self._engine = ThreadPoolExecutor(1, "engine")
         self._encoder = self._engine.submit(Encoder.load, config, device).result()
@@ -47,6 +52,7 @@ class EncoderReplica:
         A kernel that hangs in its thread leaves this loop alive, so age is what tells.
         """
         now = time.monotonic()
+        await self._free_abandoned_slots(now)
         age_s = now - min((since for since, _ in self._outstanding.values()), default=now)
         if age_s > self._hang_after_s:
             raise TimeoutError(f"a batch is {age_s:.0f} s old, the limit is {self._hang_after_s}")
@@ -57,6 +63,15 @@ class EncoderReplica:
     def record_autoscaling_stats(self) -> Stats:
         """Patches in this replica's slots."""
         return {"outstanding_patches": sum(n for _, n in self._outstanding.values())}
+
+    async def _free_abandoned_slots(self, now: float) -> None:
+        """Ray keeps a slot for ever for a caller that dies before its batch is sent."""
+        held = held_slots()
+        self._held_since = {token: self._held_since.get(token, now) for token in held}
+        for token, since in self._held_since.items():
+            if now - since > self._hang_after_s:
+                logger.warning("a slot is free again: no batch came for it in %.0f s", now - since)
+                await ray.get_runtime_context().current_actor.release_slot.remote(token)
 
     def _encode(self, batch: PackedBatch) -> Rows:
         with metrics.timed("encoder_forward_ms"):
@@ -74,3 +89,10 @@ class EncoderReplica:
         finally:
             del self._outstanding[ticket]
             gauge.set(sum(n for _, n in self._outstanding.values()))
+
+
+def held_slots() -> frozenset[str]:
+    """Tokens of this process's slots that are leased and await their batch; none without Ray."""
+    # Ray has no public name for them. A copy, because another thread adds and removes them.
+    actors = global_worker.actors.values()
+    return frozenset().union(*(frozenset(actor._replica_impl._reserved_slots) for actor in actors))

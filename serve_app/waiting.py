@@ -67,7 +67,7 @@ class WaitingImages:
         return batch
 
     def observe(self, batch: Sequence[Waiting]) -> None:
-        """Count a batch that is about to be encoded."""
+        """Measure a batch that is about to be encoded."""
         now, limits = time.monotonic(), self._limits
         patches = sum(num_patches(image.grid) for image in batch)
         num_bytes = sum(image.pixels.nbytes for image in batch)
@@ -77,8 +77,6 @@ class WaitingImages:
         fill.observe(patches / limits.max_patches, tags={"budget": "patches"})
         fill.observe(len(batch) / limits.max_images, tags={"budget": "images"})
         fill.observe(num_bytes / limits.max_bytes, tags={"budget": "bytes"})
-        counter("encoder_images_total").inc(len(batch))
-        counter("encoder_patches_total").inc(patches)
 
 
 def still_wanted(batch: Sequence[Waiting]) -> list[Waiting]:
@@ -96,6 +94,8 @@ def settle(batch: Sequence[Waiting], rows: Rows) -> None:
     """Give each caller its row; a row with NaN or infinity is that image's error alone."""
     if len(rows) != len(batch):  # whose row is missing cannot be known: nobody gets one
         raise ValueError(f"{len(rows)} rows came for {len(batch)} images")
+    counter("encoder_images_total").inc(len(batch))
+    counter("encoder_patches_total").inc(sum(num_patches(image.grid) for image in batch))
     for image, row in zip(batch, rows, strict=True):
         if image.future.done():
             continue  # the caller left while the batch ran

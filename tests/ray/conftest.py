@@ -28,7 +28,8 @@ def served() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=300_000_000)
+    # A cluster of our own, whatever else runs on this machine.
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=300_000_000)
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     serve.run(build_app(AppArgs(device="cpu")))
     yield f"http://127.0.0.1:{port}"

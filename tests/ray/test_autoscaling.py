@@ -17,7 +17,8 @@ from ray.serve.schema import ServeDeploySchema
 from tests.bad_images import flat_png, jpeg
 from tests.tiny import write_tiny_encoder
 
-pytestmark = pytest.mark.timeout(240)  # for machines that have more to do
+# The time is for machines that have more to do.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 IMAGES = "/v1/images/embeddings"
 EDGE = 280

@@ -21,6 +21,8 @@ from PIL import Image
 from tests.bad_images import jpeg
 from tests.tiny import write_tiny_encoder
 
+pytestmark = pytest.mark.slow
+
 SMALL = jpeg(28, 28)
 
 

@@ -23,7 +23,7 @@ from encoders.packing import PackedBatch
 from serve_app.api import build_api
 from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
-from serve_app.endpoints import NPY, ApiLimits
+from serve_app.endpoints import NPY, TIMEOUT_HEADER, ApiLimits
 from serve_app.service import Embedding, ImageItem, ImageService, Rows
 from serve_app.waiting import BatchLimits
 
@@ -351,6 +351,53 @@ async def test_a_multipart_body_cut_off_anywhere_is_never_a_500() -> None:
     assert 400 in statuses
 
 
+async def test_a_multipart_body_that_ends_after_a_whole_file_is_not_answered_without_its_last() -> (
+    None
+):
+    content = b"--x\r\n" + PART + b"abc\r\n--x\r\n" + PART + b"de"
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    async with make_client(Service()) as client:
+        response = await client.post(IMAGES, content=content, headers=headers)
+
+    message = "the multipart body ends before its closing boundary"
+    assert_refused(response, 400, message, code="invalid_request")
+
+
+async def test_the_type_of_a_multipart_body_may_be_in_upper_case() -> None:
+    headers = {"content-type": "Multipart/Form-Data; boundary=x"}
+    async with make_client(Service()) as client:
+        response = await client.post(IMAGES, content=MULTIPART, headers=headers)
+
+    np.testing.assert_array_equal(vectors(response), expected(b"abc"))
+
+
+@pytest.mark.parametrize(
+    "codec", ["undefined", "idna", "punycode", "unicode_escape", "raw_unicode_escape", "utf-7"]
+)
+async def test_a_charset_that_cannot_decode_a_file_name_is_no_fault_of_ours(codec: str) -> None:
+    content = MULTIPART.replace(b"a.png", b"\xff\\u12.-\xe9")
+    headers = {"content-type": f"multipart/form-data; boundary=x; charset={codec}"}
+    async with make_client(Service()) as client:
+        response = await client.post(IMAGES, content=content, headers=headers)
+
+    assert response.status_code in (200, 400)
+    assert response.status_code == 200 or "charset" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(("max_images", "status"), [(64, 413), (2000, 200)])
+async def test_more_files_than_starlette_allows_by_itself_meet_our_own_limit(
+    max_images: int, status: int
+) -> None:
+    files = [("file", ("a", b"x"))] * 1001
+    async with make_client(Service(), max_images=max_images) as client:
+        response = await client.post(IMAGES, files=files)
+
+    assert response.status_code == status
+    if status == 413:
+        message = "the request has 1001 images, the limit is 64"
+        assert_refused(response, 413, message, code="request_too_large")
+
+
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
@@ -486,6 +533,7 @@ LONG = "SECRET" * 200_000
         {"input": f"data:image/png;base64,{LONG}*"},
         {"input": [[LONG]]},
         {"input": "http://" + LONG},
+        {"input": LONG + ":"},
         {"input": uri(b"a"), "encoding_format": LONG},
         {"input": uri(b"a"), "dimensions": LONG},
         {"input": uri(b"a"), "modality": [LONG]},
@@ -504,6 +552,21 @@ async def test_a_request_of_the_wrong_shape_is_refused_without_its_megabyte(
     assert response.json()["detail"]
     assert len(response.content) < 1200
     assert "SECRET" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [({"input": {LONG: 1}}, 400), ({"input": uri(b"a"), "model": LONG}, 404)],
+    ids=["key", "model"],
+)
+async def test_of_a_name_that_is_a_megabyte_only_the_beginning_comes_back(
+    fields: dict[str, Any], status: int
+) -> None:
+    async with make_client(Service()) as client:
+        response = await client.post(EMBEDDINGS, json=fields)
+
+    assert response.status_code == status
+    assert len(response.content) < 1200
 
 
 def openai_client(service: ImageService, key: str = "any", **limits: Any) -> openai.AsyncOpenAI:
@@ -622,6 +685,14 @@ async def test_with_the_key_a_request_passes(scheme: str) -> None:
     assert models.status_code == 200
 
 
+async def test_a_key_beyond_ascii_passes() -> None:
+    headers = {"authorization": "Bearer k\u00e4se".encode()}
+    async with make_client(Service(), api_key="k\u00e4se", headers=headers) as client:
+        response = await client.get("/v1/models")
+
+    assert response.status_code == 200
+
+
 @pytest.mark.parametrize("url", ["/health", "/ready", "/docs", "/openapi.json"])
 async def test_probes_and_docs_need_no_key(url: str) -> None:
     async with make_client(Service(), api_key="right") as client:
@@ -706,6 +777,46 @@ async def test_a_body_that_grows_too_long_is_refused_while_it_is_read(url: str) 
     assert service.requests == []
 
 
+async def test_a_length_of_thousands_of_digits_is_too_long() -> None:
+    body = Chunks(b"a")
+    async with make_client(Service()) as client:
+        response = await client.post(IMAGES, content=body, headers={"content-length": "9" * 5000})
+
+    assert_refused(response, 413, "the limit is", code="request_too_large")
+    assert body.num_read == 0
+
+
+async def test_a_client_that_leaves_while_it_sends_is_no_fault_of_ours() -> None:
+    app, sent = build_api(Service(), CONFIG, ApiLimits()), list[Any]()
+    messages = [
+        {"type": "http.request", "body": b"a", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": IMAGES,
+        "raw_path": IMAGES.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+    await app(scope, receive, send)
+
+    assert sent[0]["status"] == 400
+
+
 async def test_a_body_that_understates_its_length_is_counted_all_the_same() -> None:
     body = Chunks(*[b"a" * 100] * 1000)
     async with make_client(Service(), max_body_bytes=1000) as client:
@@ -729,6 +840,68 @@ async def test_an_answer_that_is_late_is_a_408_and_its_work_is_cancelled() -> No
     service = Stuck()
     async with make_client(service, request_timeout_s=0.02) as client, asyncio.timeout(4):
         response = await client.post(IMAGES, content=b"abc")
+
+    message = "1 images were not encoded within 0.02 s"
+    assert_refused(response, 408, message, code="deadline_exceeded")
+    assert service.was_cancelled
+
+
+class Patient:
+    """Notes how much time it was given."""
+
+    def __init__(self) -> None:
+        self.timeouts = list[float]()
+
+    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+        self.timeouts.append(timeout_s)
+        return [embedding(item.data) for item in images]
+
+
+@pytest.mark.parametrize(
+    ("asked", "granted"),
+    [
+        (None, 60.0),
+        ("0.25", 0.25),
+        (" 5 ", 5.0),
+        ("60", 60.0),
+        ("61", 60.0),
+        ("inf", 60.0),
+        ("1e400", 60.0),
+        ("1e-300", 1e-300),
+    ],
+)
+@pytest.mark.parametrize("url", [EMBEDDINGS, IMAGES])
+async def test_a_client_may_ask_for_less_time_and_never_gets_more(
+    asked: str | None, granted: float, url: str
+) -> None:
+    service = Patient()
+    headers = {} if asked is None else {TIMEOUT_HEADER: asked}
+    async with make_client(service) as client:
+        await client.post(url, json={"input": uri(b"abc")}, headers=headers)
+
+    assert service.timeouts == [granted]
+
+
+@pytest.mark.parametrize(
+    "asked", ["0", "-0", "-1", "-inf", "nan", "1e-400", "", "soon", "1s", "0x1", "9" * 5000 + "s"]
+)
+@pytest.mark.parametrize("url", [EMBEDDINGS, IMAGES])
+async def test_an_impossible_time_is_refused_and_nothing_is_encoded(asked: str, url: str) -> None:
+    service = Patient()
+    headers = {TIMEOUT_HEADER: asked}
+    async with make_client(service) as client:
+        response = await client.post(url, json={"input": uri(b"abc")}, headers=headers)
+
+    assert_refused(response, 400, f"{TIMEOUT_HEADER} is ", code="invalid_request")
+    assert len(response.content) < 400
+    assert service.timeouts == []
+
+
+@pytest.mark.parametrize(("asked", "ours"), [("0.02", 60.0), ("60", 0.02), ("inf", 0.02)])
+async def test_whichever_time_is_shorter_ends_the_request(asked: str, ours: float) -> None:
+    service = Stuck()
+    async with make_client(service, request_timeout_s=ours) as client, asyncio.timeout(4):
+        response = await client.post(IMAGES, content=b"abc", headers={TIMEOUT_HEADER: asked})
 
     message = "1 images were not encoded within 0.02 s"
     assert_refused(response, 408, message, code="deadline_exceeded")

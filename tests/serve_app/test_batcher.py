@@ -550,6 +550,107 @@ async def test_cancelling_the_batch_itself_settles_its_futures_and_frees_the_slo
     assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
 
 
+async def test_cancelling_a_task_that_waits_for_a_slot_settles_what_waits_with_it() -> None:
+    slots = Slots()
+    batcher = make_batcher(slots)
+    plug = await plugged(slots, batcher)
+    running = set(batcher._tasks)
+    request = await waiting(batcher, image(1))
+    (leasing,) = batcher._tasks - running
+
+    await until(lambda: slots.num_leases == 2)
+    leasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+    slots.go.set()
+    assert colours(await plug) == [colour(200)]
+    assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
+    await until(lambda: is_idle(batcher))
+
+
+async def test_a_lease_that_raises_a_cancellation_leaves_nobody_waiting() -> None:
+    slots = Slots()
+    batcher = make_batcher(slots)
+    slots.lease_error = asyncio.CancelledError()
+
+    with pytest.raises(asyncio.CancelledError):
+        await batcher.submit([image(1)], TIMEOUT_S)
+
+    slots.lease_error = None
+    assert colours(await batcher.submit([image(2)], TIMEOUT_S)) == [colour(2)]
+    await until(lambda: is_idle(batcher))
+
+
+class FailingRelease(Slots):
+    """The second lease fails when it is given back, once `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.is_exiting = False
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator["Slots"]:
+        is_second = self.num_leases == 1
+        async with super().lease() as slot:
+            yield slot
+            if is_second:
+                self.is_exiting = True
+                await self.gate.wait()
+                raise RuntimeError("release")
+
+
+async def test_a_release_that_fails_after_everyone_left_fails_no_one_else() -> None:
+    slots = FailingRelease()
+    batcher = make_batcher(slots)
+    plug = await plugged(slots, batcher)
+    leaver = await waiting(batcher, image(1))
+    leaver.cancel()
+    slots.go.set()
+    await plug
+    await until(lambda: slots.is_exiting)
+    other = await waiting(batcher, image(2))
+
+    slots.gate.set()
+
+    assert colours(await other) == [colour(2)]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda rows: rows[1:], lambda rows: rows.repeat(2, 0)], ids=["fewer", "more"]
+)
+async def test_a_wrong_number_of_rows_gives_no_row_to_anyone(
+    change: Callable[[Rows], Rows],
+) -> None:
+    slots = Slots()
+    batcher = make_batcher(slots)
+    plug = await plugged(slots, batcher)
+    requests = [await waiting(batcher, image(i)) for i in range(2)]
+    slots.change = lambda rows: change(rows) if len(rows) > 1 else rows
+
+    slots.go.set()
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+
+    assert [type(outcome) for outcome in outcomes] == [ValueError] * 2
+    assert colours(await plug) == [colour(200)]
+
+
+async def test_for_another_process_refusals_are_values_and_faults_are_raised() -> None:
+    slots = Slots()
+    batcher = make_batcher(slots, queue=QueueLimits(max_images=1))
+
+    answered = await batcher.answer([image(1)], TIMEOUT_S)
+    refused = await batcher.answer([image(1), image(2)], TIMEOUT_S)
+    slots.lease_error = RuntimeError("lost")
+    with pytest.raises(RuntimeError, match="lost"):
+        await batcher.answer([image(1)], TIMEOUT_S)
+
+    assert not isinstance(answered, EncoderError)
+    assert colours(answered) == [colour(1)]
+    assert isinstance(refused, Overloaded)
+
+
 async def test_a_batch_does_not_run_in_the_context_of_the_caller_that_came_first() -> None:
     slots = Slots()
     batcher = make_batcher(slots)

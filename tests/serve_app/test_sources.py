@@ -28,6 +28,9 @@ def lines(text: str, end: str) -> str:
         f"DATA:IMAGE/PNG;Base64,{BASE64}",
         f"data:;base64,{BASE64}",
         f"data:image/png;base64 ,{BASE64}",
+        f"data:image/png; base64,{BASE64}",
+        f" {URI}",
+        f"\n{URI}\n",
         f"data:image/png;base64, {BASE64} ",
         f"data:image/png;base64,{lines(BASE64, chr(10))}",
         f"data:image/png;base64,{lines(BASE64, chr(13) + chr(10))}\r\n",
@@ -189,6 +192,19 @@ def test_an_object_without_an_image_is_refused_with_the_keys_that_it_has(
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"no key of image, .*b64_json; it has {has}$"):
         image_bytes(item)
+
+
+@pytest.mark.parametrize("item", ["\ud800", "data:,\ud800", "data:;base64,\ud800"], ids=ascii)
+def test_a_lone_surrogate_is_refused(item: str) -> None:
+    with pytest.raises(InvalidRequest, match="the item is not valid Unicode"):
+        image_bytes({"image": item})
+
+
+def test_a_key_that_is_a_lone_surrogate_is_named_in_a_message_that_can_be_sent() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        image_bytes({"\ud800": 1})
+
+    assert str(caught.value).encode().endswith(b"it has \\ud800")
 
 
 def test_the_message_about_wrong_base64_does_not_repeat_the_payload() -> None:
