@@ -18,12 +18,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.bad_images import jpeg
 from tests.tiny import write_tiny_encoder
 
 pytestmark = pytest.mark.slow
-
-SMALL = jpeg(28, 28)
 
 
 def free_port() -> int:
@@ -36,8 +33,8 @@ def free_port() -> int:
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The launcher over a tiny encoder, and its URL."""
     port = free_port()
-    # One image of 170 x 170 patches keeps this tower busy for seconds on one CPU.
-    encoder = write_tiny_encoder(tmp_path, shortest_edge=14 * 170, max_pixels=14 * 14 * 30_000)
+    # One image of 120 x 120 patches keeps this tower busy for a second on one CPU.
+    encoder = write_tiny_encoder(tmp_path, shortest_edge=14 * 120, max_pixels=14 * 14 * 30_000)
     args = {
         "encoder": str(encoder),
         "device": "cpu",
@@ -79,7 +76,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 def slow_image() -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (14 * 170, 14 * 170)).save(file, "PNG")
+    Image.new("RGB", (14 * 120, 14 * 120)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -91,7 +88,8 @@ def test_a_signal_lets_requests_finish_and_refuses_new_ones(
     wait_until_ready(process, url)
     images = f"{url}/v1/images/embeddings"
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(httpx.post, images, content=slow_image(), timeout=60)
+        files = [("file", slow_image())] * 5  # one batch each: seconds together
+        slow = pool.submit(httpx.post, images, files=files, timeout=60)
         started = time.monotonic()
         while not slow.running() or time.monotonic() < started + 1:
             time.sleep(0.05)  # until it is on the encoder: nothing public tells
@@ -101,7 +99,7 @@ def test_a_signal_lets_requests_finish_and_refuses_new_ones(
         statuses = set()
         while not slow.done():
             with suppress(httpx.TransportError):
-                statuses.add(httpx.post(images, content=SMALL, timeout=60).status_code)
+                statuses.add(httpx.get(f"{url}/v1/models", timeout=60).status_code)
         answer = slow.result()
     assert answer.status_code == 200, answer.text
     assert 503 in statuses, "no request came while it drained: the slow one was too fast"
