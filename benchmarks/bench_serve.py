@@ -18,7 +18,8 @@ The last line of stdout is one JSON document.
 
 usage: python benchmarks/bench_serve.py [--encoder dinov2-demo] [--device auto]
        [--topologies split,inline,fused] [--proxies python,haproxy] [--cases 224x224,512x512]
-       [--concurrency 1,8,32] [--seconds 10] [--rate 50] [--images-per-request 1] [--write NAME]
+       [--concurrency 1,8,32] [--seconds 10] [--rate 50] [--images-per-request 1]
+       [--like configs/serve/h200.yaml] [--replicas Ingress=4] [--clients 4] [--write NAME]
 """
 
 import argparse
@@ -42,6 +43,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import yaml
 
 from benchmarks.load import Generators, Load, Summary, Window, jpegs, summarize
 from encoders.config import EncoderConfig
@@ -124,6 +127,7 @@ class Plan:
     seconds: float
     processes: int
     patience_s: float
+    limits: BatchLimits
 
     def loads(self, url: str) -> Iterator[Load]:
         """The closed loops, then the open one."""
@@ -134,13 +138,12 @@ class Plan:
 
     def outstanding(self, concurrency: int | None) -> int:
         """Images that can wait at once; an open loop bounds nothing."""
-        callers = BatchLimits().max_images if concurrency is None else concurrency
+        callers = self.limits.max_images if concurrency is None else concurrency
         return callers * self.images_per_request
 
 
-def batch_size(outstanding: int, case: str, config: EncoderConfig) -> int:
+def batch_size(outstanding: int, case: str, config: EncoderConfig, limits: BatchLimits) -> int:
     """The largest batch that so many images at once can become."""
-    limits = BatchLimits()
     _, rows, columns = grid_thw(config, *map(int, case.split("x")))
     return max(min(outstanding, limits.max_images, limits.max_patches // (rows * columns)), 1)
 
@@ -167,7 +170,7 @@ def bare(encoder: str, device: str, plan: Plan) -> Bare:
     outstanding = {plan.outstanding(load.concurrency) for load in plan.loads("")}
     speeds = {}
     for case, files in plan.images.items():
-        for size in sorted({batch_size(count, case, config) for count in outstanding}):
+        for size in sorted({batch_size(count, case, config, plan.limits) for count in outstanding}):
             batches = packed(files[: max(8, 2 * size)], size, config)
             measurement = partial(calls_per_s, loaded.encode, batches, plan.seconds / 2)
             calls, beside = calmest(measurement, os.getpid(), plan.patience_s)
@@ -236,7 +239,7 @@ def replica_counts(topology: str, wanted: dict[str, int]) -> dict[str, int]:
 def serve_until_told(
     pipe: Connection,
     env: dict[str, str],
-    app_args: dict[str, str],
+    app_args: dict[str, Any],
     replicas: dict[str, int],
     http_port: int,
     num_gpus: int,
@@ -267,7 +270,7 @@ def serve_until_told(
         ray.shutdown()
 
 
-def deploy(app_args: dict[str, str], replicas: dict[str, int], http_port: int) -> None:
+def deploy(app_args: dict[str, Any], replicas: dict[str, int], http_port: int) -> None:
     """Start the app as its YAML would, and wait until all of it runs."""
     from ray import serve
     from ray.serve.context import _get_global_client
@@ -301,7 +304,7 @@ def deploy(app_args: dict[str, str], replicas: dict[str, int], http_port: int) -
 
 @contextmanager
 def served(
-    proxy: str, app_args: dict[str, str], wanted: dict[str, int], num_gpus: int
+    proxy: str, app_args: dict[str, Any], wanted: dict[str, int], num_gpus: int
 ) -> Iterator[Server]:
     """The service behind a proxy, with a Ray of its own."""
     spawn = multiprocessing.get_context("spawn")
@@ -479,11 +482,12 @@ def measure_all(
     config = EncoderConfig.load(options.encoder)
     for proxy in options.proxies:
         for topology in options.topologies:
-            app_args = {"encoder": options.encoder, "topology": topology, "device": alone.device}
+            app_args = options.app_args | {"topology": topology, "device": alone.device}
             with served(proxy, app_args, options.replicas, alone.num_gpus) as server:
                 for case in plan.images:
                     for load in plan.loads(server.url):
-                        size = batch_size(plan.outstanding(load.concurrency), case, config)
+                        outstanding = plan.outstanding(load.concurrency)
+                        size = batch_size(outstanding, case, config, plan.limits)
                         labels = {
                             "proxy": proxy,
                             "topology": topology,
@@ -507,6 +511,7 @@ def conditions(options: argparse.Namespace, plan: Plan, alone: Bare) -> dict[str
         "images": f"{NUM_IMAGES} distinct JPEGs a case, "
         + ", ".join(f"{case}: {mean_kb(files)} kB" for case, files in plan.images.items()),
         "images per request": str(plan.images_per_request),
+        "batch limits": str(plan.limits),
         "replicas": ", ".join(f"{k} {n}" for k, n in options.replicas.items()) or "1 of each",
         "seconds": f"{plan.seconds:g} after {WARM_UP_S:g} of warm-up",
         "load generators": f"up to {plan.processes} processes of aiohttp {version('aiohttp')}",
@@ -556,7 +561,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--encoder", default="dinov2-demo", help="a shipped name, or a YAML file")
+    parser.add_argument("--encoder", help="a shipped name, or a YAML file")
+    parser.add_argument("--like", type=Path, help="a Serve file whose limits and encoder to take")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--topologies", type=words, default=list(DEPLOYMENTS))
     parser.add_argument("--proxies", type=words, default=list(PROXIES))
@@ -584,11 +590,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def app_arguments(encoder: str | None, like: Path | None) -> dict[str, Any]:
+    """The app's arguments as a Serve file has them, but for the encoder if another is named."""
+    args: dict[str, Any] = {"encoder": "dinov2-demo"}
+    if like:
+        args |= yaml.safe_load(like.read_text())["applications"][0]["args"]
+        args.pop("encoder_labels", None)  # this Ray has no nodes with labels
+    if encoder:
+        args["encoder"] = encoder
+    if Path(args["encoder"]).suffix in (".yaml", ".yml"):
+        args["encoder"] = str(Path(args["encoder"]).resolve())  # Ray's processes start elsewhere
+    return args
+
+
 def main() -> None:
     """Measure, write the results if asked to, print one JSON document."""
     options = parse()
-    if Path(options.encoder).suffix:
-        options.encoder = str(Path(options.encoder).resolve())  # Ray's processes start elsewhere
+    options.app_args = app_arguments(options.encoder, options.like)
+    options.encoder = options.app_args["encoder"]
     plan = Plan(
         images={case: jpegs(case, NUM_IMAGES) for case in options.cases},
         concurrencies=[int(word) for word in options.concurrency if word],
@@ -597,6 +616,7 @@ def main() -> None:
         seconds=options.seconds,
         processes=options.clients,
         patience_s=options.patience,
+        limits=BatchLimits.model_validate(options.app_args.get("batch", {})),
     )
     alone = in_child(bare, options.encoder, options.device, plan)
     about = conditions(options, plan, alone)

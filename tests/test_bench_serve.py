@@ -13,13 +13,16 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from email.parser import BytesParser
+from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
 from benchmarks import bench_serve, load
 from benchmarks.load import Load, Sample, Window
 from encoders import EncoderConfig
+from serve_app.waiting import BatchLimits
 
 FIELDS = [
     "case", "proxy", "topology", "loop", "concurrency", "http_images_per_s", "bare_images_per_s",
@@ -134,10 +137,25 @@ def test_cpu_time_is_that_of_a_process_and_its_descendants() -> None:
     assert all_of_us[child.pid] > 0.05
 
 
-def test_batches_keep_to_the_services_limits(demo_config: EncoderConfig) -> None:
-    assert bench_serve.batch_size(1, "224x224", demo_config) == 1
-    assert bench_serve.batch_size(32, "224x224", demo_config) == 32
-    assert bench_serve.batch_size(500, "224x224", demo_config) == 64
+@pytest.mark.parametrize(("outstanding", "size"), [(1, 1), (32, 32), (500, 48)])
+def test_batches_keep_to_the_services_limits(
+    outstanding: int, size: int, demo_config: EncoderConfig
+) -> None:
+    limits = BatchLimits(max_images=64, max_patches=48 * 16 * 16)
+
+    assert bench_serve.batch_size(outstanding, "224x224", demo_config, limits) == size
+
+
+def test_the_app_is_as_a_serve_file_has_it(tmp_path: Path) -> None:
+    args = {"encoder": "qwen3-vl-8b", "batch": {"max_images": 256}, "encoder_labels": {"gpu": "x"}}
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"applications": [{"args": args}]}))
+
+    like = bench_serve.app_arguments(None, file)
+
+    assert like == {"encoder": "qwen3-vl-8b", "batch": {"max_images": 256}}
+    assert bench_serve.app_arguments("dinov2-demo", file)["encoder"] == "dinov2-demo"
+    assert bench_serve.app_arguments("own.yaml", None) == {"encoder": str(Path.cwd() / "own.yaml")}
 
 
 def test_fused_replicas_are_as_many_as_encoders() -> None:
