@@ -5,7 +5,6 @@ K = head width.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 
 import pytest
@@ -16,6 +15,7 @@ from encoders.attention import Attention, AttentionLayout, Backend, sdpa
 from encoders.attention_kernels import is_rocm
 from encoders.backends import choose_backend
 from encoders.errors import BackendUnavailable
+from tests.gpu.sync import no_sync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,16 +71,6 @@ def attend(attention: Attention, qkv_T3HK: Tensor, layout: AttentionLayout) -> T
 def bits(x_THK: Tensor) -> Tensor:
     """Values to be compared as integers, so that NaN and -0 count."""
     return x_THK.contiguous().view(torch.int16)
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Every operation that waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
 """Both towers on a real GPU: bf16 against fp32, no waiting inside a forward, the same pixels."""
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from encoders.preprocess import Preprocessor
 from encoders.sizes import NUM_PREFIX, grid_thw
 from encoders.towers.load import FAMILIES
 from encoders.weights import load_into
+from tests.gpu.sync import no_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -47,16 +47,6 @@ def batch_for(config: EncoderConfig, sizes: Sequence[tuple[int, int]] = SIZES) -
         images.append(np.array(coarse.resize((width, height), Image.Resampling.BICUBIC)))
     grids = [grid_thw(config, *image.shape[:2]) for image in images]
     return PackedBatch.of(images, grids, NUM_PREFIX[config.family])
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Whatever would wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="module", params=sorted(SUBJECTS))

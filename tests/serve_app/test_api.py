@@ -1127,3 +1127,44 @@ async def test_many_clients_at_once_get_their_own_answers() -> None:
         )
 
     assert [vectors(response)[0, 0] for response in responses] == values
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+async def test_a_multipart_body_may_come_in_pieces_of_any_size(size: int) -> None:
+    files = [b"abc", bytes(200_000), b"--x"]
+    body = b"".join(b"--x\r\n" + PART + file + b"\r\n" for file in files) + b"--x--\r\n"
+    if size < 1024:  # few bytes each, or it takes minutes
+        body = body.replace(bytes(200_000), b"z")
+    pieces = [body[i : i + size] for i in range(0, len(body), size)]
+    service = Service()
+
+    async with make_client(service) as client:
+        reply = await client.post(
+            IMAGES,
+            content=Chunks(*pieces),
+            headers={"content-type": "multipart/form-data; boundary=x"},
+        )
+
+    assert reply.status_code == 200
+    (items,) = service.requests
+    assert [len(item.data) for item in items] == [3, 1 if size < 1024 else 200_000, 3]
+
+
+async def test_a_large_multipart_body_lets_others_have_their_turn() -> None:
+    body = b"--x\r\n" + PART + bytes(20 << 20) + b"\r\n--x--\r\n"
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with make_client(Service()) as client:
+        task = asyncio.create_task(other())
+        await client.post(
+            IMAGES, content=body, headers={"content-type": "multipart/form-data; boundary=x"}
+        )
+        task.cancel()
+
+    assert turns > 20 * 16  # once after each 64 KiB

@@ -26,6 +26,7 @@ from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
 from serve_app.service import Embedding, ImageItem, Rows
 from serve_app.waiting import BatchLimits
+from tests.conditions import until
 
 SIDE = 14
 CONFIG = EncoderConfig.load("dinov2-demo").model_copy(
@@ -70,6 +71,9 @@ class Slots:
         await self.go.wait()
         return self.change(rows)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {}
+
     @property
     def batch_sizes(self) -> list[int]:
         return [len(batch) for batch in self.batches]
@@ -111,13 +115,6 @@ def truncated(index: int) -> ImageItem:
 
 def colours(embeddings: Iterable[Embedding]) -> list[Colour]:
     return [tuple(int(value) for value in embedding.values) for embedding in embeddings]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop and the threads go on until the condition holds."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (of a thread's work there is no event)
-            await asyncio.sleep(0)
 
 
 def is_idle(batcher: Batcher) -> bool:
@@ -345,6 +342,22 @@ async def test_no_more_is_decoded_than_the_budget_holds() -> None:
     assert slots.batch_sizes[:2] == [1, 2]
     assert max(held) <= limit
     assert colours(embeddings) == [colour(i) for i in range(7)]
+
+
+async def test_images_that_wait_for_an_encoder_do_not_age_the_decoding_queue() -> None:
+    slots, limit = Slots(), 3 * IMAGE_BYTES
+    batcher = make_batcher(slots, queue=QueueLimits(max_decoded_bytes=limit, decode_threads=1))
+    batcher._slots.record_autoscaling_stats = dict
+    plug = await plugged(slots, batcher)
+    request = asyncio.create_task(batcher.submit([image(i) for i in range(7)], TIMEOUT_S))
+    await until(lambda: len(batcher._waiting) == 2)  # the budget is full, and five images wait
+
+    stats = batcher.record_autoscaling_stats()
+
+    assert stats["queue_age_s"] == 0
+    slots.go.set()
+    await plug
+    await request
 
 
 BAD = {

@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -31,6 +31,7 @@ from serve_app.handles import unwrapped
 from serve_app.local import LocalSlots
 from serve_app.service import Embedding, ImageItem, Rows, Stats
 from serve_app.waiting import BatchLimits
+from tests.conditions import until
 
 CONFIG = EncoderConfig.load("dinov2-demo")
 LOST = ReplicaLost("went away")
@@ -90,13 +91,6 @@ def image(value: int, *, side: int = 20) -> ImageItem:
 
 def values(embeddings: Iterable[Embedding]) -> list[int]:
     return [int(embedding.values[0]) for embedding in embeddings]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop and the threads go on until the condition holds."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (of a thread's work there is no event)
-            await asyncio.sleep(0)
 
 
 def is_idle(batcher: Batcher) -> bool:
