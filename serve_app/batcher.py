@@ -45,7 +45,7 @@ class Batcher:
         self._slots = slots
         self._config = config
         self._queue_limits = queue_limits
-        self._decoders = ThreadPoolExecutor(queue_limits.decode_threads, "decode")
+        self._cpu_pool = ThreadPoolExecutor(queue_limits.decode_threads, "decode")
         # Headers and packing are quick, and would wait behind every image that is to be decoded.
         self._helper = ThreadPoolExecutor(1, "helper")
         self._decoded = ByteBudget(queue_limits.max_decoded_bytes)
@@ -123,7 +123,7 @@ class Batcher:
             async with self._decoded.hold(num_bytes):  # until its row is here
                 # Not before: what waits for bytes may do so because an encoder is slow.
                 self._undecoded[ticket] = time.monotonic()
-                pixels, grid = await in_thread(self._decoders, decoding.decode, item, self._config)
+                pixels, grid = await in_thread(self._cpu_pool, decoding.decode, item, self._config)
                 del self._undecoded[ticket]
                 return await self._encoded(Waiting(item.name, pixels, grid))
         finally:
