@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -134,9 +135,11 @@ def test_only_the_encoder_process_has_torch(served: str) -> None:
     httpx.get(f"{served}/ready", timeout=60).raise_for_status()
     with_torch = {}
     for process in Path("/proc").glob("[0-9]*"):
-        title = (process / "cmdline").read_bytes().strip(b"\0 ").decode()
-        if title.startswith("ray::ServeReplica:"):
-            with_torch[title.split(":")[-1]] = "libtorch" in (process / "maps").read_text()
+        with suppress(OSError):  # it may have ended meanwhile
+            title = (process / "cmdline").read_bytes().strip(b"\0 ").decode()
+            if title.startswith("ray::ServeReplica:"):
+                name = title.split(":")[-1].split(".")[0]  # a method that runs is shown behind it
+                with_torch[name] = "libtorch" in (process / "maps").read_text()
 
     assert with_torch == {"Ingress": False, "Batcher": False, "Encoder": True}
 
