@@ -23,6 +23,8 @@ class Tower(Protocol):
     """Patches joined per side after the blocks."""
     frames: int
     """Times that a still's pixels are repeated in one patch."""
+    num_prefix: int
+    """Rows put before each image's patches: `encoders.sizes.NUM_PREFIX`, which needs no torch."""
     dimensions: int
     """Width of a pooled row."""
 

@@ -75,6 +75,7 @@ class Dinov2(nn.Module):
 
     merge_size = 1
     frames = 1
+    num_prefix = 1
 
     def __init__(
         self,

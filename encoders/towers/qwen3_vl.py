@@ -103,6 +103,8 @@ class PatchMerger(nn.Module):
 class Qwen3VL(nn.Module):
     """Packed patches, block by block, to merged rows. See `encoders.towers.Tower`."""
 
+    num_prefix = 0
+
     def __init__(self, config: Qwen3VLConfig, attention: Attention, prefixes: tuple[str, ...]):
         super().__init__()
         self.config = config

@@ -1,0 +1,59 @@
+"""What a graph runner has done, as one plain record."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Miss = Literal["off", "backend", "too_large", "unseen", "queued", "failed", "disabled"]
+"""Why a batch ran eagerly: graphs are off; the attention backend cannot be captured; the batch is
+over `max_patches` or `max_images`; its layout has not been admitted yet; its capture is due; its
+capture failed or gave other bits; too many captures in a row failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GraphStats:
+    """Counts since start, sizes now."""
+
+    hits: int = 0
+    """Batches that were replayed."""
+    misses: Counter[Miss] = field(default_factory=Counter)
+    """Batches that ran eagerly, by reason."""
+    captures: int = 0
+    capture_ms: float = 0.0
+    """Of all captures together; warm-up and comparison are not in it."""
+    longest_capture_ms: float = 0.0
+    failures: int = 0
+    """Captures that were killed, or refused by the runtime."""
+    failures_in_a_row: int = 0
+    short_of_memory: int = 0
+    """Captures not begun because of the free-memory floor."""
+    mismatches: int = 0
+    """Graphs whose first replay was not eager's to the bit; none of them was used."""
+    evictions: int = 0
+    rebuilds: int = 0
+    """Times that all graphs and their pool were given up, the hottest to be captured anew."""
+    graphs: int = 0
+    """Graphs that can be replayed now."""
+    retired: int = 0
+    """Evicted graphs whose memory waits for a rebuild."""
+    arena_bytes: int = 0
+    pool_bytes: int = 0
+    graph_bytes: int = 0
+    """Device memory that captures have taken since the last rebuild, the pool's growth included."""
+
+    def captured(self, milliseconds: float, device_bytes: int) -> None:
+        """One more graph."""
+        self.captures += 1
+        self.failures_in_a_row = 0
+        self.capture_ms += milliseconds
+        self.longest_capture_ms = max(self.longest_capture_ms, milliseconds)
+        self.graph_bytes += device_bytes
+
+    def failed(self) -> None:
+        """A capture came to nothing."""
+        self.failures += 1
+        self.failures_in_a_row += 1
+
+    def snapshot(self) -> "GraphStats":
+        """A copy that does not change."""
+        return replace(self, misses=self.misses.copy())
