@@ -10,11 +10,10 @@ from encoders.arena import Arena, Place
 from encoders.forward import Call, Forward
 from encoders.packing import PackedLayout
 from encoders.recorder import Graph, Recorder, milliseconds_since
+from encoders.transfer import as_integers
 
 PROBE_SIDES = (1, 2, 4, 8, 16)
 """Merged patches along a side of the images that the start-up probe encodes."""
-INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Bytes of a value -> the type to compare it as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,5 +115,4 @@ class GraphMaker:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal as integers, so that NaN and -0 count. Waits for both."""
-    integers = INTEGERS[a.element_size()]
-    return torch.equal(a.view(integers), b.view(integers))
+    return torch.equal(as_integers(a), as_integers(b))

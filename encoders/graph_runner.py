@@ -115,7 +115,7 @@ class GraphRunner:
     def rebuild(self) -> None:
         """Give up every graph and the pool; the hottest are captured anew in `idle`."""
         hottest = [captured.call for captured in self._cache.graphs()]
-        calls = [*hottest, *self._admission.queue.values()][: self._capacity]
+        calls = [*self._admission.queue.values(), *hottest][: self._capacity]
         self._stats.rebuilds += 1
         self.release()
         self._admission.queue = OrderedDict((call.key, call) for call in calls)

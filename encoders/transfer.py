@@ -5,6 +5,9 @@ from torch import Tensor
 
 from encoders.attention_kernels import is_rocm
 
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of a value -> the type that has as many."""
+
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device; on a GPU the copy is under way when this returns."""
@@ -17,9 +20,14 @@ def refill(view: Tensor, tensor: Tensor) -> None:
     """Overwrite what a captured graph is about to read with a tensor from anywhere, bit by bit."""
     if is_rocm():
         # A kernel has to write it: after a plain copy, replayed kernels may find the old values in
-        # the scalar cache (ROCm/hip#3902). A product with 1 keeps every bit, -0 and NaN too.
-        torch.mul(upload(tensor, view.device), 1, out=view)
+        # the scalar cache (ROCm/hip#3902).
+        torch.bitwise_or(as_integers(upload(tensor, view.device)), 0, out=as_integers(view))
     elif tensor.device == view.device:
         view.copy_(tensor)
     else:
         view.copy_(tensor.pin_memory(), non_blocking=True)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers, so that every bit counts: those of NaN and -0 too."""
+    return tensor.view(INTEGERS[tensor.element_size()])

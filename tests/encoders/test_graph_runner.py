@@ -1,0 +1,579 @@
+"""The real runner over a recorder with the rules of CUDA graphs: when what is captured and kept.
+
+The plain tower makes thousands of batches a second; the real one has AITER's signature below it.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from encoders import attention_kernels, transfer
+from encoders.attention import AttentionLayout, Backend, sdpa
+from encoders.attention_kernels import Target, load_aiter
+from encoders.captured import same_bits
+from encoders.config import EncoderConfig, GraphSettings
+from encoders.encoder import Encoder
+from encoders.errors import ConfigError
+from encoders.forward import Call, Forward
+from encoders.graph_cache import MAX_TRIES
+from encoders.graph_runner import MAX_FAILURES_IN_A_ROW, GraphRunner
+from encoders.packing import PackedLayout
+from encoders.towers import Output
+from encoders.towers.dinov2 import Dinov2
+from tests import fake_aiter
+from tests.fake_graphs import GIB, FakeRecorder
+from tests.tiny import CHECKPOINT, write_tiny_encoder
+
+CPU = torch.device("cpu")
+Grid = tuple[int, int]
+
+
+class PlainInputs(NamedTuple):
+    weight_P: Tensor
+    bounds_N: Tensor
+
+
+class PlainTower:
+    """Weighted means of patches: everything a tower has to do with a layout, and no more."""
+
+    patch_size = merge_size = frames = 1
+    num_prefix = 0
+    dimensions = 3
+
+    def inputs(self, layout: PackedLayout) -> PlainInputs:
+        weights = [torch.arange(1, h * w + 1).float() / h for _, h, w in layout.grid_thw]
+        return PlainInputs(torch.cat(weights), torch.tensor(layout.cu_seqlens))
+
+    def row_counts(self, layout: PackedLayout) -> tuple[int, ...]:
+        return layout.seqlens
+
+    def __call__(
+        self, patches_PC: Tensor, inputs: PlainInputs, layout: AttentionLayout, output: Output
+    ) -> Tensor:
+        rows_PC = patches_PC * inputs.weight_P[:, None]
+        if output == "patch":
+            return rows_PC
+        return (
+            torch.segment_reduce(rows_PC, "mean", offsets=inputs.bounds_N, axis=0, unsafe=True)
+            + layout[0].float().mean()
+        )
+
+
+CAPTURABLE = Backend("plain", sdpa, boundaries="device", capturable=True)
+
+
+class Rig:
+    """A runner over a plain tower, the recorder below it, and batches for it."""
+
+    def __init__(self, recorder: FakeRecorder | None = None, **settings: Any) -> None:
+        self.recorder = recorder or FakeRecorder()
+        self.forward = Forward(PlainTower(), CAPTURABLE, CPU)  # type: ignore[arg-type]
+        settings = {"admission": "always", "max_patches": 64, "max_images": 8, **settings}
+        self.runner = GraphRunner(
+            self.forward, GraphSettings(**settings), torch.float32, self.recorder
+        )
+        self.recorder.captures = 0  # the start-up probe's apart
+        self.random = torch.Generator().manual_seed(0)
+
+    def call(self, *grids: Grid, output: Output = "pooled") -> Call:
+        return Call(PackedLayout.of([(1, *grid) for grid in grids], 0), output)
+
+    def patches(self, call: Call) -> Tensor:
+        return torch.randn(call.layout.num_rows, 3, generator=self.random)
+
+    @torch.inference_mode()
+    def exact(self, call: Call) -> bool:
+        """Whether the runner's answer to a new batch is eager's to the bit."""
+        patches = self.patches(call)
+        return same_bits(self.runner.run(patches, call), self.forward.eager(patches, call))
+
+    def settle(self) -> None:
+        """Let it capture and tidy up all that it wants to."""
+        while self.runner.idle():
+            pass
+
+    def capture(self, *calls: Call) -> None:
+        """See each call once and let it be captured."""
+        for call in calls:
+            assert self.exact(call)
+            self.settle()
+
+    def hits(self, *calls: Call) -> int:
+        """How many of the calls are replayed; all have to be exact."""
+        before = self.runner.stats().hits
+        assert [call for call in calls if not self.exact(call)] == []
+        return self.runner.stats().hits - before
+
+
+def test_a_layout_is_answered_eagerly_then_captured_when_idle_then_replayed() -> None:
+    rig = Rig()
+    call = rig.call((2, 3))
+
+    assert rig.hits(call, call) == 0
+    assert not rig.runner.idle()
+
+    assert rig.hits(call, call) == 2
+    stats = rig.runner.stats()
+    assert (stats.captures, stats.graphs, stats.misses) == (1, 1, {"queued": 2})
+
+
+def test_second_sight_leaves_a_layout_that_came_once_alone() -> None:
+    rig = Rig(admission="second_sight")
+    once, twice = rig.call((1, 1)), rig.call((2, 3))
+
+    rig.capture(once, twice, twice)
+
+    assert rig.hits(once, twice) == 1
+    assert rig.runner.stats().misses["unseen"] == 2
+
+
+def test_order_of_arrival_and_height_for_width_share_a_graph() -> None:
+    rig = Rig()
+    rig.capture(rig.call((2, 3), (4, 4)))
+
+    assert rig.hits(rig.call((4, 4), (2, 3)), rig.call((2, 8), (3, 2))) == 2
+    assert rig.runner.stats().captures == 1
+
+
+def test_equal_totals_with_other_boundaries_do_not() -> None:
+    rig = Rig()
+    rig.capture(rig.call((2, 4)))
+
+    assert rig.hits(rig.call((2, 2), (2, 2)), rig.call((2, 3), (1, 2))) == 0
+
+
+def test_each_kind_of_output_has_its_own_graph() -> None:
+    rig = Rig()
+    calls = [rig.call((2, 4)), rig.call((2, 4), output="patch")]
+
+    rig.capture(*calls)
+
+    assert rig.hits(*calls) == 2
+
+
+def test_small_large_small() -> None:
+    rig = Rig()
+    small, large = rig.call((1, 1)), rig.call((7, 8), (2, 4))
+    rig.capture(small, large)
+
+    assert rig.hits(small, large, small, large, small) == 5
+
+
+@pytest.mark.parametrize("output", ["pooled", "patch"])
+def test_a_result_stays_what_it_was(output: Output) -> None:
+    rig = Rig()
+    call = rig.call((2, 3), output=output)
+    rig.capture(call)
+    rows = rig.runner.run(rig.patches(call), call)
+    kept = rows.clone()
+
+    rig.runner.run(rig.patches(call), call)
+    rig.runner.poison()
+
+    assert same_bits(rows, kept)
+
+
+def test_a_replay_needs_nothing_of_what_the_last_one_left() -> None:
+    rig = Rig()
+    calls = [rig.call((1, 1)), rig.call((7, 8), (2, 4)), rig.call((3, 3), (1, 2))]
+    rig.capture(*calls)
+
+    for call in calls * 2:
+        rig.runner.poison()
+        assert rig.hits(call) == 1
+
+
+@pytest.mark.parametrize("too_large", [[(8, 9)], [(1, 1)] * 9], ids=["patches", "images"])
+def test_what_exceeds_the_arena_runs_eagerly(too_large: list[Grid]) -> None:
+    rig = Rig()
+    widest = [[(8, 8)], [(1, 1)] * 8, [(1, 1)] * 7 + [(3, 19)]]
+    rig.capture(
+        *(rig.call(*grids, output=kind) for grids in widest for kind in ("pooled", "patch"))
+    )
+
+    rig.capture(rig.call(*too_large), rig.call(*too_large))
+
+    stats = rig.runner.stats()
+    assert (stats.captures, stats.misses["too_large"]) == (6, 2)
+
+
+def test_the_least_recently_used_graph_leaves() -> None:
+    rig = Rig(graph_capacity=2)
+    a, b, c = (rig.call((1, n)) for n in (1, 2, 3))
+    rig.capture(a, b)
+    assert rig.hits(a) == 1
+
+    rig.capture(c)
+
+    assert rig.recorder.live == 2
+    assert rig.hits(c, a) == 2
+    assert rig.hits(b) == 0
+    assert rig.runner.stats().evictions == 1
+
+
+def test_where_a_reset_breaks_the_others_graphs_are_retired_and_rebuilt() -> None:
+    recorder = FakeRecorder()
+    recorder.reset_clears_workspace = True
+    rig = Rig(recorder, graph_capacity=2)
+    calls = [rig.call((1, n)) for n in range(1, 6)]
+
+    rig.capture(*calls[:3])
+    assert rig.hits(*calls[1:3]) == 2  # a reset would have made them wrong
+    assert (rig.runner.stats().retired, rig.recorder.live) == (1, 3)
+    rig.capture(calls[3])  # the second retired is as many as may be
+
+    stats = rig.runner.stats()
+    assert (stats.rebuilds, stats.retired, rig.recorder.live) == (1, 0, 2)
+    assert rig.hits(*calls[2:4]) == 2
+
+
+def test_evicted_graphs_are_freed_at_once_where_that_is_safe() -> None:
+    rig = Rig(graph_capacity=2)
+
+    rig.capture(*(rig.call((1, n)) for n in range(1, 6)))
+
+    stats = rig.runner.stats()
+    assert (stats.evictions, stats.rebuilds, stats.retired, rig.recorder.live) == (3, 0, 0, 2)
+
+
+def test_down_to_no_graph_and_back() -> None:
+    rig = Rig()
+    call = rig.call((2, 3))
+    rig.capture(call)
+
+    rig.runner.release()
+    assert rig.recorder.live == 0
+    rig.capture(call)
+
+    assert rig.hits(call) == 1
+
+
+def test_a_rebuild_captures_anew_what_was_hot_and_what_was_due() -> None:
+    rig = Rig(graph_capacity=2)
+    cold, hot, due = (rig.call((1, n)) for n in (1, 2, 3))
+    rig.capture(cold, hot)
+    assert rig.exact(due)
+
+    rig.runner.rebuild()
+    rig.settle()
+
+    assert rig.hits(hot, due) == 2
+    assert rig.runner.stats().rebuilds == 1
+
+
+def test_a_killed_capture_is_survived_and_tried_once_more() -> None:
+    rig = Rig()
+    before, killed = rig.call((1, 1)), rig.call((2, 3))
+    rig.capture(before)
+    rig.recorder.kill_captures = 1
+
+    assert rig.exact(killed)
+    rig.runner.idle()
+    assert rig.hits(killed, before) == 1  # the graph that was there still serves
+    rig.settle()
+
+    assert rig.hits(killed, before) == 2
+    stats = rig.runner.stats()
+    assert (stats.failures, stats.rebuilds, stats.captures) == (1, 1, 3)
+
+
+def test_a_layout_that_fails_again_stays_eager() -> None:
+    rig = Rig()
+    call = rig.call((2, 3))
+
+    for _ in range(MAX_TRIES + 3):
+        rig.recorder.kill_captures = 1
+        assert rig.exact(call)
+        rig.runner.idle()
+        rig.recorder.kill_captures = 0
+        rig.settle()
+
+    assert rig.hits(call) == 0
+    assert rig.runner.stats().failures == MAX_TRIES
+    assert rig.runner.stats().misses["failed"] > 0
+
+
+def test_after_many_failures_in_a_row_nothing_is_tried_and_all_is_answered() -> None:
+    rig = Rig()
+    kept = rig.call((1, 1))
+    rig.capture(kept)
+    rig.recorder.kill_captures = 1000
+
+    for n in range(2, 40):
+        rig.capture(rig.call((1, n)))
+
+    assert rig.runner.stats().failures == MAX_FAILURES_IN_A_ROW
+    assert rig.runner.stats().misses["disabled"] > 0
+    assert not rig.runner.idle()
+
+
+def test_a_pool_whose_anchor_cannot_be_captured_is_a_failure_like_others() -> None:
+    rig = Rig()
+    rig.recorder.kill_captures = 1
+
+    rig.runner.release()
+    rig.settle()
+    rig.capture(rig.call((2, 3)))
+
+    assert rig.hits(rig.call((2, 3))) == 1
+
+
+def test_a_graph_with_other_bits_than_eager_never_answers() -> None:
+    rig = Rig()
+    call, other = rig.call((2, 3)), rig.call((1, 1))
+    rig.recorder.spoil_captures = 1
+
+    rig.capture(call, other, call, call)
+
+    assert rig.hits(call, other) == 1
+    stats = rig.runner.stats()
+    assert (stats.mismatches, stats.graphs, stats.misses["failed"]) == (1, 1, 3)
+    assert rig.recorder.live == 1
+
+
+@pytest.mark.parametrize("scratch", [0, 3 * GIB], ids=["now", "after the capture"])
+def test_below_the_floor_nothing_is_captured(scratch: int) -> None:
+    rig = Rig(free_memory_floor=2 * GIB)
+    call = rig.call((2, 3))
+    rig.recorder.free, rig.recorder.scratch = GIB if scratch == 0 else 4 * GIB, scratch
+
+    rig.capture(call)
+    assert (rig.recorder.captures, rig.runner.stats().short_of_memory) == (0, 1)
+    rig.recorder.free = 100 * GIB
+    rig.capture(call)
+
+    assert rig.hits(call) == 1
+
+
+class Hungry(PlainTower):
+    """A tower that runs out of memory so many times."""
+
+    failures = 0
+
+    def __call__(self, *args: Any) -> Tensor:
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().__call__(*args)
+
+
+def test_graphs_give_up_their_memory_to_a_batch_that_needs_it() -> None:
+    rig = Rig()
+    rig.forward.tower = tower = Hungry()  # type: ignore[assignment]
+    rig.capture(rig.call((2, 3)))
+    tower.failures = 1
+
+    assert rig.exact(rig.call((8, 8)))
+
+    assert rig.recorder.live == 0
+
+
+def test_a_batch_that_is_too_large_without_graphs_fails() -> None:
+    rig = Rig()
+    rig.forward.tower = tower = Hungry()  # type: ignore[assignment]
+    tower.failures = 1
+
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.exact(rig.call((2, 3)))
+
+
+def test_off_and_a_backend_that_cannot_be_captured_stay_eager_without_arenas() -> None:
+    call = Rig().call((2, 3))
+    off = Rig(graph_mode="off")
+    host = GraphRunner(
+        Forward(PlainTower(), Backend("sdpa", sdpa, "host", False), CPU),  # type: ignore[arg-type]
+        GraphSettings(),
+        torch.float32,
+        None,
+    )
+
+    assert off.exact(call)
+    host.run(off.patches(call), call)
+
+    assert off.runner.stats().misses == {"off": 1}
+    assert host.stats().misses == {"backend": 1}
+    assert off.runner.stats().arena_bytes == host.stats().arena_bytes == 0
+    assert not off.runner.idle()
+    assert not host.idle()
+
+
+def test_eager_runs_make_no_buffers_of_a_layout() -> None:
+    rig = Rig(graph_capacity=1, admission="second_sight")
+    rig.capture(rig.call((8, 8)), rig.call((8, 8)), rig.call((8, 8), output="patch"))
+    before = rig.runner.stats()
+
+    rig.capture(*(rig.call((1, n)) for n in range(1, 60)))
+
+    after = rig.runner.stats()
+    assert (after.arena_bytes, after.pool_bytes) == (before.arena_bytes, before.pool_bytes)
+    assert after.graphs == 1
+
+
+WALK_CAPACITY = 12
+
+
+@pytest.mark.parametrize("clears", [False, True], ids=["resets are safe", "resets are not"])
+def test_a_random_walk_of_20_000_batches_keeps_every_promise(clears: bool) -> None:
+    walk, recorder = random.Random(0), FakeRecorder()
+    recorder.reset_clears_workspace = clears
+    rig = Rig(
+        recorder, graph_capacity=WALK_CAPACITY, admission="second_sight", free_memory_floor=2 * GIB
+    )
+    grids = [(h, w) for h in range(1, 5) for w in range(1, 7)]
+    calls = [
+        rig.call(
+            *walk.choices(grids, k=walk.randint(1, 3)), output=walk.choice(["pooled", "patch"])
+        )
+        for _ in range(40)
+    ]
+    popular = [1 / (rank + 1) for rank in range(len(calls))]
+    kept: deque[tuple[Tensor, Tensor]] = deque(maxlen=3)
+
+    for step in range(1, 20_001):
+        _disturb(rig, walk)
+        (call,) = walk.choices(calls, popular)
+        patches = rig.patches(call)
+        with torch.inference_mode():
+            rows = rig.runner.run(patches, call)
+            assert same_bits(rows, rig.forward.eager(patches, call)), step
+        kept.append((rows, rows.clone()))
+        while walk.random() < 0.4 and rig.runner.idle():
+            pass
+        assert all(same_bits(rows, before) for rows, before in kept), step
+        _check_bounds(rig, step)
+
+    stats = rig.runner.stats()
+    assert stats.hits > 6_000
+    assert min(stats.evictions, stats.failures, stats.mismatches, stats.rebuilds) > 0
+    assert stats.short_of_memory > 0
+
+
+def _disturb(rig: Rig, walk: random.Random) -> None:
+    """Now and then something goes wrong."""
+    recorder, chance = rig.recorder, walk.random()
+    if chance < 0.0005:
+        recorder.kill_captures = 1
+    elif chance < 0.001:
+        # Only for layouts that have a second chance: each bad graph costs its layout all.
+        recorder.spoil_captures = int(rig.runner.stats().mismatches < 3)
+    elif chance < 0.003:
+        recorder.free = walk.choice([GIB, 100 * GIB, 100 * GIB])
+    elif chance < 0.008:
+        rig.runner.poison()
+    elif chance < 0.0085:
+        rig.runner.release()
+    elif chance < 0.009:
+        rig.runner.rebuild()
+
+
+def _check_bounds(rig: Rig, step: int) -> None:
+    stats = rig.runner.stats()
+    assert stats.hits + stats.misses.total() == step
+    assert stats.graphs <= WALK_CAPACITY
+    assert stats.retired <= WALK_CAPACITY
+    if not rig.recorder.pool.burnt:
+        assert rig.recorder.live == stats.graphs + stats.retired
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def on_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Forward:
+    """A DINOv2 on AITER's strict fake, on a machine that believes to be ROCm."""
+    monkeypatch.setattr(attention_kernels, "is_rocm", lambda: True)
+    monkeypatch.setattr(transfer, "is_rocm", lambda: True)
+    monkeypatch.syspath_prepend(tmp_path)
+    fake_aiter.install(tmp_path)
+    attention = load_aiter(Target("gfx950", BF16, 16))
+    config = EncoderConfig.load(str(write_tiny_encoder(tmp_path)))
+    torch.manual_seed(0)
+    tower = Dinov2.from_checkpoint(CHECKPOINT, config, attention).eval().to(BF16)
+    for parameter in tower.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return Forward(tower, Backend("aiter", attention, "device", True), CPU)
+
+
+def dinov2_call(grids: Sequence[Grid], output: Output = "pooled") -> Call:
+    return Call(PackedLayout.of([(1, *grid) for grid in grids], 1), output)
+
+
+@pytest.mark.parametrize("output", ["pooled", "patch"])
+@torch.inference_mode()
+def test_a_tower_on_aiter_is_captured_with_its_list_argument(
+    on_aiter: Forward, output: Output
+) -> None:
+    settings = GraphSettings(admission="always", max_patches=64, max_images=4)
+    runner = GraphRunner(on_aiter, settings, BF16, FakeRecorder())
+    calls = [dinov2_call(grids, output) for grids in ([(2, 3)], [(2, 2), (4, 5)], [(5, 4), (2, 2)])]
+    for call in calls:
+        runner.run(torch.randn(call.layout.num_rows - call.layout.num_images, 588).to(BF16), call)
+        while runner.idle():
+            pass
+    fake_aiter.calls.clear()
+    before = runner.stats().hits
+
+    for call in calls:
+        patches = torch.randn(call.layout.num_rows - call.layout.num_images, 588).to(BF16)
+        rows = runner.run(patches, call)
+        assert same_bits(rows, on_aiter.eager(patches, call))
+
+    assert runner.stats().hits == before + 3
+    assert runner.stats().captures == 2
+    assert {type(call["max_seqlen_q"]) for call in fake_aiter.calls} == {int}
+
+
+@torch.inference_mode()
+def test_slabs_keep_the_type_of_what_they_hold(on_aiter: Forward) -> None:
+    settings = GraphSettings(admission="always", max_patches=64, max_images=4)
+    runner = GraphRunner(on_aiter, settings, BF16, FakeRecorder())
+    layout = dinov2_call([(2, 3)]).layout
+
+    place = runner._arena.place(layout)
+
+    host = on_aiter.tower.inputs(layout)
+    assert place.patches_PC.dtype == BF16
+    assert [view.dtype for view in place.inputs] == [values.dtype for values in host]
+    assert all(torch.equal(view, values) for view, values in zip(place.inputs, host, strict=True))
+
+
+@pytest.mark.parametrize("rocm", [False, True])
+def test_refilling_keeps_every_bit(monkeypatch: pytest.MonkeyPatch, rocm: bool) -> None:
+    monkeypatch.setattr(transfer, "is_rocm", lambda: rocm)
+    floats = torch.tensor([-0.0, 0.0, torch.nan, torch.inf, 1e-45, -3.5])
+    numbers = torch.tensor([0, -1, 2**62, 7])
+
+    for values in (floats, floats.to(BF16), numbers, numbers.int()):
+        view = torch.zeros_like(values)
+        transfer.refill(view, values)
+        assert same_bits(view, values)
+
+
+@pytest.mark.parametrize(
+    ("yaml_value", "mode"), [(False, "off"), ("off", "off"), ("exact", "exact")], ids=str
+)
+def test_a_bare_off_in_yaml_means_off(yaml_value: object, mode: str) -> None:
+    assert GraphSettings.model_validate({"graph_mode": yaml_value}).graph_mode == mode
+
+
+def test_an_operator_overrides_by_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = GraphSettings()
+    environment = {"ENCODER_GRAPH_MODE": "off", "ENCODER_GRAPH_CAPACITY": "4", "HOME": "/"}
+
+    changed = settings.overridden(environment)
+
+    assert (changed.graph_mode, changed.graph_capacity) == ("off", 4)
+    assert changed.max_patches == settings.max_patches
+    with pytest.raises(ConfigError, match="ENCODER_GRAPH_CAPACITY"):
+        settings.overridden({"ENCODER_GRAPH_CAPACITY": "many"})
+    monkeypatch.setenv("ENCODER_GRAPH_MODE", "on")
+    with pytest.raises(ConfigError, match="ENCODER_GRAPH_MODE"):
+        Encoder.load(EncoderConfig.load(str(write_tiny_encoder(tmp_path))))
