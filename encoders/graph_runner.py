@@ -76,7 +76,7 @@ class GraphRunner:
         captured = self._cache.get(call.key)
         with self.on_stream():
             if captured is None:
-                self._stats.misses[self._miss(call)] += 1
+                self._stats.missed(self._miss(call))
                 return self._eager(patches_PC, call)
             self._stats.hits += 1
             self._arena.fill(captured.place, patches_PC, call.layout)
@@ -92,9 +92,14 @@ class GraphRunner:
         with self.on_stream():
             if self._rebuild_due:
                 self.rebuild()
-            elif self._admission.queue and self._off is None:
+            elif self.has_work:
                 self._capture(self._admission.queue.popitem(last=False)[1])
-        return self._rebuild_due or bool(self._admission.queue and self._off is None)
+        return self.has_work
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `idle` would do something. Any thread may ask."""
+        return self._rebuild_due or (self._off is None and bool(self._admission.queue))
 
     def release(self) -> None:
         """Give up every graph and the pool's memory. The same layouts may be captured again."""

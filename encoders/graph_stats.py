@@ -1,6 +1,5 @@
 """What a graph runner has done, as one plain record."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,7 +15,7 @@ class GraphStats:
 
     hits: int = 0
     """Batches that were replayed."""
-    misses: Counter[Miss] = field(default_factory=Counter)
+    misses: dict[Miss, int] = field(default_factory=dict)
     """Batches that ran eagerly, by reason."""
     captures: int = 0
     capture_ms: float = 0.0
@@ -40,6 +39,10 @@ class GraphStats:
     pool_bytes: int = 0
     graph_bytes: int = 0
     """Device memory that captures have taken since the last rebuild, the pool's growth included."""
+
+    def missed(self, reason: Miss) -> None:
+        """One more batch that ran eagerly."""
+        self.misses[reason] = self.misses.get(reason, 0) + 1
 
     def captured(self, milliseconds: float, device_bytes: int) -> None:
         """One more graph."""

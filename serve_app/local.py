@@ -1,14 +1,15 @@
 """Encoder slots in this very process: the `fused` topology."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from encoders.config import EncoderConfig
+from encoders.packing import PackedBatch
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
 from serve_app.replica import EncoderReplica
-from serve_app.service import EncoderSlot, Stats
+from serve_app.service import Dtype, EncoderGraphs, EncoderSlot, Output, Rows, Stats
 
 
 class LocalSlots:
@@ -22,7 +23,17 @@ class LocalSlots:
     async def lease(self) -> AsyncIterator[EncoderSlot]:
         """Wait until a slot is free, and hold it."""
         async with self._free:
-            yield self._replica
+            yield self
+
+    async def encode(
+        self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
+    ) -> Sequence[Rows] | Rows:
+        """One array per image, in order of arrival, each in its own dtype."""
+        return (await self._replica.encode(batch, output, dtypes)).rows
+
+    def encoders(self) -> EncoderGraphs:
+        """How this process's own encoder stands."""
+        return self._replica.graphs()
 
     async def check_health(self) -> None:
         """Raise if the encoder is stuck."""

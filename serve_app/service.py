@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
+from encoders.graph_stats import GraphStats
 from encoders.packing import GridTHW, PackedBatch, num_patches
 
 Output = Literal["pooled", "patch"]
@@ -50,6 +51,20 @@ class Embedding:
         return num_patches(self.grid_thw)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What became of one batch, and how the encoder that it was on stands."""
+
+    rows: Sequence[Rows] | Rows
+    """One array per image, in order of arrival, each in its own dtype."""
+    encoder: str
+    """Which encoder of the cluster it was."""
+    graphs: GraphStats
+
+
+EncoderGraphs = dict[str, GraphStats]
+"""How each encoder's graphs stood when it last answered, by encoder."""
+
 Stats = dict[str, float]
 """What a replica tells Ray's autoscaler of itself."""
 
@@ -79,6 +94,10 @@ class ImageService(Protocol):
         """
         ...
 
+    async def encoders(self) -> EncoderGraphs:
+        """What each encoder said of its graphs when it last answered, by encoder."""
+        ...
+
     async def check_health(self) -> None:
         """Raise if what runs in this process is stuck."""
         ...
@@ -100,6 +119,10 @@ class EncoderSlot(Protocol):
 
 class EncoderSlots(Protocol):
     """Every slot of every encoder."""
+
+    def encoders(self) -> EncoderGraphs:
+        """What each encoder said of its graphs when it last answered, by encoder."""
+        ...
 
     def lease(self) -> AbstractAsyncContextManager[EncoderSlot]:
         """Wait until some encoder has a free slot, and hold it.

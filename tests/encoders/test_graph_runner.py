@@ -474,7 +474,7 @@ def _disturb(rig: Rig, walk: random.Random) -> None:
 
 def _check_bounds(rig: Rig, step: int) -> None:
     stats = rig.runner.stats()
-    assert stats.hits + stats.misses.total() == step
+    assert stats.hits + sum(stats.misses.values()) == step
     assert stats.graphs <= WALK_CAPACITY
     assert stats.retired <= WALK_CAPACITY
     if not rig.recorder.pool.burnt:
