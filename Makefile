@@ -24,4 +24,5 @@ test-gpu:
 bench:
 	python benchmarks/bench_encoder.py --model qwen3-vl
 	python benchmarks/bench_encoder.py --model dinov2
+	python benchmarks/bench_graphs.py
 	python benchmarks/bench_serve.py
