@@ -10,10 +10,7 @@ import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
 from encoders.graph_stats import GraphStats
-from encoders.packing import GridTHW, PackedBatch, num_patches
-
-Output = Literal["pooled", "patch"]
-"""One row per image, or the rows that its patches became."""
+from encoders.packing import GridTHW, Output, PackedBatch, num_patches
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
