@@ -175,7 +175,7 @@ def ours(tower: Qwen3VL, images: list[Pixels], output: Output) -> list[Tensor]:
     batch = PackedBatch.of(images, grids_of(images), num_prefix=0)
     layout = batch.layout
     attention_layout = [torch.tensor(layout.cu_seqlens, dtype=torch.int32), layout.max_seqlen]
-    patches = our_patches(batch).to(tower.positions.dtype)
+    patches = our_patches(batch).to(tower.positions.weight.dtype)
     with torch.inference_mode():
         rows = tower(patches, tower.inputs(layout), attention_layout, output)
     counts = [1] * len(images) if output == "pooled" else list(tower.row_counts(layout))
@@ -397,7 +397,7 @@ def one_file(whole_model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("theirs", "our"),
     [
-        ("pos_embed.weight", "positions"),
+        ("pos_embed.weight", "positions.weight"),
         ("patch_embed.proj.bias", "patch_embed.bias"),
         ("blocks.3.attn.qkv.bias", "blocks.3.attention.qkv.bias"),
         ("deepstack_merger_list.1.norm.weight", "deepstack.1.norm.weight"),
