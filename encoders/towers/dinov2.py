@@ -104,6 +104,8 @@ class Dinov2(nn.Module):
     ) -> Self:
         """An empty tower of a checkpoint's shape. Raises `ConfigError`."""
         config = Dinov2Config.read(config_json)
+        if settings.fold_frames:
+            raise ConfigError("fold_frames is true, but DINOv2's patches have no frames to fold")
         num_layers = settings.num_layers or config.num_hidden_layers
         if num_layers > config.num_hidden_layers:
             raise ConfigError(

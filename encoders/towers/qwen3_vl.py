@@ -96,13 +96,21 @@ class Qwen3VLInputs(NamedTuple):
 class Qwen3VL(nn.Module):
     """Packed patches, block by block, to merged rows. See `encoders.towers.Tower`."""
 
-    def __init__(self, config: Qwen3VLConfig, attention: Attention, prefixes: tuple[str, ...]):
+    def __init__(
+        self,
+        config: Qwen3VLConfig,
+        attention: Attention,
+        prefixes: tuple[str, ...],
+        *,
+        fold_frames: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.fold_frames = fold_frames
         self.prefixes = prefixes
         self.patch_size = config.patch_size
         self.merge_size = config.spatial_merge_size
-        self.frames = config.temporal_patch_size
+        self.frames = 1 if fold_frames else config.temporal_patch_size
         self.dimensions = config.out_hidden_size
         width = config.hidden_size
         # The released convolution's stride is its kernel: it is a product with each flat patch.
@@ -137,7 +145,7 @@ class Qwen3VL(nn.Module):
             )
         # A whole model's files hold the language model too; a tower's own, nothing else.
         prefixes = ("model.visual.", "visual.") if "vision_config" in config_json else ("",)
-        return cls(config, attention, prefixes)
+        return cls(config, attention, prefixes, fold_frames=settings.fold_frames)
 
     def _merger(self, *, norm_block: bool) -> PatchMerger:
         width = self.config.hidden_size
@@ -206,7 +214,10 @@ class Qwen3VL(nn.Module):
         own = self.state_dict().keys()
         ours = {new if (new := _renamed(name)) in own else name: tensors[name] for name in tensors}
         if "patch_embed.weight" in ours:
-            ours["patch_embed.weight"] = ours["patch_embed.weight"].flatten(1)
+            weight_D3Tpp = ours["patch_embed.weight"]
+            if self.fold_frames:  # in fp32, so that loading rounds the sum once
+                weight_D3Tpp = weight_D3Tpp.float().sum(2)
+            ours["patch_embed.weight"] = weight_D3Tpp.flatten(1)
         return ours
 
 
