@@ -132,6 +132,8 @@ def add_layer_norm(
     block = triton.next_power_of_2(width)
     tensors = (x_TD, branch_TD, scale_D, weight_D, bias_D, sum_TD, y_TD)
     constants = {"D": width, "EPS": eps, "BLOCK": block, "num_warps": _warps(block)}
+    # Else the product with the scale joins the sum, even in half precision, and is not rounded.
+    constants["enable_fp_fusion"] = False
     _launch(_add_layer_norm, rows, *tensors, **constants)
     return sum_TD, y_TD
 
