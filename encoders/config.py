@@ -149,6 +149,9 @@ class EncoderConfig(Settings):
         None, description="keep the first blocks only; None keeps all"
     )
     final_norm: bool = True
+    fold_frames: bool = Field(
+        False, description="sum the patch weights over a still's equal frames, as one frame"
+    )
     pooling: Literal["cls", "mean"]
     normalize: bool = True
     resize: Resize
