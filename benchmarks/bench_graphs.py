@@ -32,13 +32,14 @@ import torch
 from bench_encoder import SUBJECTS, build, conditions, milliseconds
 from torch import Tensor
 
-from encoders.arena import Arena
-from encoders.captured import GraphMaker, same_bits
+from encoders.captured import GraphMaker
 from encoders.config import GraphSettings
-from encoders.forward import Call, Forward
+from encoders.forward import Forward
+from encoders.graph_keys import Call, Planner
 from encoders.graph_runner import GraphRunner
 from encoders.packing import PackedLayout, num_patches
 from encoders.recorder import CudaRecorder
+from encoders.transfer import same_bits
 
 Size = tuple[int, int]
 SEED_SIZES: list[Size] = [(512, 512), (768, 1024), (2048, 1600)]
@@ -71,7 +72,12 @@ class Bench:
 
     def runner(self, **settings: Any) -> GraphRunner:
         """A fresh one."""
-        settings = {"admission": "always", "max_patches": LARGEST, **settings}
+        settings = {
+            "graph_mode": "exact",
+            "admission": "always",
+            "max_patches": LARGEST,
+            **settings,
+        }
         return GraphRunner.on(self.forward, GraphSettings(**settings), torch.bfloat16)
 
     def call(self, sizes: Sequence[Size]) -> Call:
@@ -254,12 +260,13 @@ def replay(bench: Bench, count: int) -> dict[str, Any]:
     patches = bench.some_patches(call)
     runner.run(patches, call)
     runner.idle()
-    arena = Arena(bench.forward, GraphSettings(), torch.bfloat16)
+    planner = Planner("exact", bench.forward.tower.merge_size, 16_384, 64)
     recorder = CudaRecorder(bench.device)
     with recorder.on_stream():
-        captured = GraphMaker(bench.forward, arena, recorder, floor_bytes=0).make(call).captured
+        maker = GraphMaker(bench.forward, planner, recorder, torch.bfloat16, floor_bytes=0)
+        captured = maker.make(planner.exact_plan(call), call).captured
         wall = milliseconds(captured.graph.replay, bench.device, repeats=30)
-        eager = milliseconds(lambda: bench.forward.tower(*captured.place, "patch"), bench.device)
+        eager = milliseconds(lambda: bench.forward.eager(patches, call), bench.device)
         whole = milliseconds(lambda: runner.run(patches, call), bench.device)
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:

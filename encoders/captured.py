@@ -1,16 +1,18 @@
 """Captured graphs: how one is made and compared with eager before it may answer anybody."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from encoders.arena import Arena, Place
-from encoders.forward import Call, Forward
+from encoders.forward import Forward
+from encoders.graph_keys import Call, Plan, Planner
 from encoders.packing import PackedLayout
 from encoders.recorder import Graph, Recorder, milliseconds_since
-from encoders.transfer import as_integers
+from encoders.transfer import same_bits
 
 PROBE_SIDES = (1, 2, 4, 8, 16)
 """Merged patches along a side of the images that the start-up probe encodes."""
@@ -20,21 +22,24 @@ PROBE_SIDES = (1, 2, 4, 8, 16)
 class CapturedGraph:
     """A forward of one key, and the memory whose addresses it has recorded."""
 
+    plan: Plan
     call: Call
+    """What it was captured for, to be captured again after a rebuild."""
     graph: Graph
     place: Place
     rows_RD: Tensor
-    """Where each replay leaves its result."""
+    """Where each replay leaves its result, that of padding last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A new graph, what eager computed in its place, and what recording it took."""
+    """A new graph, how it compares with eager, and what recording it took."""
 
     captured: CapturedGraph
-    eager_RD: Tensor
     verified: bool
-    """Whether its first replay gave eager's bits."""
+    """Whether its replays gave eager's bits."""
+    eager_ms: float
+    replay_ms: float
     milliseconds: float
     device_bytes: int
 
@@ -47,33 +52,86 @@ class GraphMaker:
     """Captures a tower's forward, key by key, on one arena."""
 
     def __init__(
-        self, forward: Forward, arena: Arena, recorder: Recorder, floor_bytes: int
+        self,
+        forward: Forward,
+        planner: Planner,
+        recorder: Recorder,
+        dtype: torch.dtype,
+        *,
+        floor_bytes: int,
     ) -> None:
-        self._tower = forward.tower
-        self._arena = arena
+        self._forward = forward
+        self._planner = planner
         self._recorder = recorder
+        self._arena = Arena(forward, planner, dtype)
         self._floor_bytes = floor_bytes
 
-    def make(self, call: Call) -> Capture:
-        """Capture a call's key, replay it once and compare.
+    def make(self, plan: Plan, call: Call) -> Capture:
+        """Capture a key and compare replays with eager: of this call, and of others of its budget.
 
         Raises `TooLittleMemory`, or `RuntimeError` where `Recorder.capture` does.
         """
         self._keep_free(0)
-        place = self._arena.place(call.layout)
+        place = self._arena.place(plan)
+
+        def forward() -> Tensor:
+            return self._arena.forward(place, call.output)
+
         # At this very shape, on this stream: what loads, compiles or picks an algorithm on first
         # use does it here, where it may allocate.
-        eager_RD, scratch = self._recorder.measured(lambda: self._tower(*place, call.output))
-        rows_RD = self._arena.rows(call.output, eager_RD)
-        before = self._keep_free(max(0, scratch - self._recorder.pool_bytes))
+        warm = self._recorder.measured(forward)
+        rows_RD = self._arena.rows(call.output, warm.result)
+        before = self._keep_free(max(0, warm.scratch_bytes - self._recorder.pool_bytes))
         start = time.perf_counter()
-        graph = self._recorder.capture(lambda: rows_RD.copy_(self._tower(*place, call.output)))
+        graph = self._recorder.capture(lambda: rows_RD.copy_(forward()))
         milliseconds = milliseconds_since(start)
         device_bytes = before - self._recorder.free_bytes()
-        graph.replay()
-        captured = CapturedGraph(call, graph, place, rows_RD)
-        verified = same_bits(rows_RD, eager_RD)
-        return Capture(captured, eager_RD, verified, milliseconds, device_bytes)
+        captured = CapturedGraph(plan, call, graph, place, rows_RD)
+        witnesses = self._planner.witnesses(plan, call)
+        verified = all([self.agrees(captured, witness) for witness in witnesses])  # noqa: C419
+        eager = self._recorder.measured(lambda: self._eager(captured, call))
+        replay = self._recorder.measured(graph.replay)
+        return Capture(
+            captured, verified, eager.milliseconds, replay.milliseconds, milliseconds, device_bytes
+        )
+
+    def agrees(self, captured: CapturedGraph, call: Call) -> bool:
+        """Whether a replay gives what eager does on the patches that lie there. Waits for both."""
+        plan = self._planner.plan(captured.plan.key, call)
+        eager_RD = self._eager(captured, call)
+        self._arena.fill_layout(captured.place, plan.layout)
+        captured.graph.replay()
+        return same_bits(captured.rows_RD[: len(eager_RD)], eager_RD)
+
+    def replay(self, captured: CapturedGraph, patches_PC: Tensor, call: Call) -> Tensor:
+        """A batch's rows, in memory that belongs to the caller. Waits for nothing."""
+        plan = self._planner.plan(captured.plan.key, call)
+        self._arena.fill(captured.place, patches_PC, plan.layout)
+        captured.graph.replay()
+        # The next replay overwrites them; those of padding are nobody's.
+        return captured.rows_RD[: self._num_rows(call)].clone()
+
+    def poison(self, graphs: Sequence[CapturedGraph]) -> None:
+        """NaN in the arena and in all scratch of these graphs."""
+        self._arena.poison()
+        for captured in graphs:
+            # Boundaries of another layout would lead it out of bounds.
+            self._arena.fill_layout(captured.place, captured.plan.layout)
+            captured.graph.replay()  # NaN in, so NaN in all that follows from the patches
+        self._arena.poison()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Device memory of the slabs."""
+        return self._arena.nbytes
+
+    def _num_rows(self, call: Call) -> int:
+        layout = call.layout
+        counts = self._forward.tower.row_counts
+        return layout.num_images if call.output == "pooled" else sum(counts(layout))
+
+    def _eager(self, captured: CapturedGraph, call: Call) -> Tensor:
+        return self._forward.eager(captured.place.patches_PC[: call.layout.num_patches], call)
 
     def _keep_free(self, growth: int) -> int:
         free = self._recorder.free_bytes()
@@ -89,30 +147,19 @@ class GraphMaker:
         the others (pytorch#193402). So: reset one, let others have what that freed, see whether
         the rest still compute what eager does, and write nowhere else. Raises as `make` does.
         """
-        first, *rest = [self.make(call) for call in self._probe_calls()]
+        first, *rest = [self.make(self._planner.exact_plan(call), call) for call in self._probes()]
         first.captured.graph.reset()
         freed = self._recorder.poison()
-        right = [self._still_right(capture) for capture in rest]
+        right = [self.agrees(capture.captured, capture.captured.call) for capture in rest]
         untouched = [bool(block.isnan().all()) for block in freed]
         for capture in rest:
             capture.captured.graph.reset()
         return all(right) and all(untouched)
 
-    def _probe_calls(self) -> list[Call]:
-        """Some squares of pixels, as many as the arena admits: one to go and two to stay."""
-        merge, prefix = self._tower.merge_size, self._tower.num_prefix
+    def _probes(self) -> list[Call]:
+        """Some squares of pixels, as many as are admitted: one to go and two to stay."""
+        merge, prefix = self._planner.merge_size, self._forward.tower.num_prefix
         grids = [(1, side * merge, side * merge) for side in PROBE_SIDES]
         layouts = [PackedLayout.of([grid], prefix) for grid in grids]
-        admitted = [layout for layout in layouts if self._arena.admits(layout)]
+        admitted = [layout for layout in layouts if self._planner.admits(layout)]
         return [Call(layout, "pooled") for layout in admitted[-3:]]
-
-    def _still_right(self, capture: Capture) -> bool:
-        captured = capture.captured
-        self._arena.fill_inputs(captured.place, captured.call.layout)
-        captured.graph.replay()
-        return capture.verified and same_bits(captured.rows_RD, capture.eager_RD)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal as integers, so that NaN and -0 count. Waits for both."""
-    return torch.equal(as_integers(a), as_integers(b))

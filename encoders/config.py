@@ -97,12 +97,27 @@ class GraphSettings(Settings):
     graphs share; larger batches run eagerly, which there costs nothing.
     """
 
-    graph_mode: Literal["off", "exact"] = Field(
-        "exact", description="exact: one graph per list of segment lengths, bits as eager"
+    graph_mode: Literal["off", "exact", "budget"] = Field(
+        "budget",
+        description="exact: one graph per list of segment lengths; budget: one per step of a "
+        "ladder of patches that batches are padded to, where that gives eager's bits, else exact",
     )
     graph_capacity: PositiveInt = Field(32, description="graphs kept; the least recent leaves")
-    admission: Literal["always", "second_sight"] = Field(
-        "second_sight", description="when a layout gets its graph: at once, or when seen again"
+    admission: Literal["always", "second_sight", "gain"] = Field(
+        "gain",
+        description="when a key gets its graph: at once; seen again; that, and if it is faster",
+    )
+    precision: Literal["exact", "invariant", "fast"] = Field(
+        "exact",
+        description="exact: bits as the same batch's, eager; invariant: as each image's alone; "
+        "fast: budgets whose bits differ are used too",
+    )
+    shadow_every: PositiveInt = Field(
+        1000, description="one replay in so many is compared with an eager run"
+    )
+    profile: Path | None = Field(
+        None,
+        description="file of the hottest keys: captured before ready, written when they change",
     )
     max_patches: PositiveInt = 16_384
     max_images: PositiveInt = 64

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from encoders.config import EncoderConfig
-from encoders.forward import Call, Forward
+from encoders.forward import Forward
+from encoders.graph_keys import Call
 from encoders.graph_runner import GraphRunner
-from encoders.packing import PackedBatch
+from encoders.packing import Output, PackedBatch
 from encoders.preprocess import Preprocessor
-from encoders.towers import Output
 from encoders.towers.load import load_forward
 
 logger = logging.getLogger(__name__)

@@ -3,34 +3,14 @@
 Shapes: P = patches, C = values of a patch, R = rows of a result, D = their width.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from encoders.attention import AttentionLayout, Backend
+from encoders.graph_keys import Call
 from encoders.packing import PackedLayout
-from encoders.towers import Output, Tower
+from encoders.towers import Tower
 from encoders.transfer import upload
-
-
-class GraphKey(NamedTuple):
-    """What a graph is recorded for. Not height and width: those are in its inputs."""
-
-    seqlens: tuple[int, ...]
-    output: Output
-
-
-class Call(NamedTuple):
-    """What is asked of a tower, patches apart."""
-
-    layout: PackedLayout
-    output: Output
-
-    @property
-    def key(self) -> GraphKey:
-        """Calls with equal keys run the same kernels on the same shapes."""
-        return GraphKey(self.layout.key, self.output)
 
 
 class Forward:

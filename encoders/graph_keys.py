@@ -53,9 +53,17 @@ class Planner(NamedTuple):
         """What could run a call, best first; nothing if it is over the limits."""
         if self.mode == "off" or not self.admits(call.layout):
             return ()
-        exact = GraphKey("exact", call.output, call.layout.seqlens)
-        plans = (Plan(exact, call.layout, call.layout.max_seqlen),)
+        plans = (self.exact_plan(call),)
         return plans if self.mode == "exact" else (self.budget_plan(call), *plans)
+
+    def plan(self, key: GraphKey, call: Call) -> Plan:
+        """The plan of that key's kind."""
+        return self.exact_plan(call) if key.kind == "exact" else self.budget_plan(call)
+
+    def exact_plan(self, call: Call) -> Plan:
+        """The call as it is."""
+        key = GraphKey("exact", call.output, call.layout.seqlens)
+        return Plan(key, call.layout, call.layout.max_seqlen)
 
     def admits(self, layout: PackedLayout) -> bool:
         """Whether a batch is within the limits."""
@@ -77,6 +85,26 @@ class Planner(NamedTuple):
             max_seqlen *= 2
         key = GraphKey("budget", call.output, (patches, slots, max_seqlen))
         return Plan(key, padded, max_seqlen)
+
+    def witnesses(self, plan: Plan, call: Call) -> list[Call]:
+        """Calls that the plan's graph has to get right, in the order in which to try them.
+
+        Of a budget: the fullest and the emptiest batch, few images and many, one after another.
+        """
+        if plan.key.kind == "exact":
+            return [call]
+        block, (patches, slots, longest) = self.merge_size**2, plan.key.shape
+        below = max((step for step in self.ladder() if step < patches), default=0)
+        others = []
+        for total in (patches, below + block):
+            for images in (1, slots // 2, slots - 1):
+                first = min(total - (images - 1) * block, longest - call.layout.num_prefix)
+                first -= first % block
+                layout = split_evenly(total, first, images, self.merge_size, call.layout.num_prefix)
+                if layout is not None and self.admits(layout):
+                    others.append(Call(layout, call.output))
+        fitting = [other for other in others if self.budget_plan(other).key == plan.key]
+        return [call, *fitting, call]
 
     def ladder(self) -> tuple[int, ...]:
         """Budgets in patches, rising; the last is the largest batch that is admitted."""
@@ -106,9 +134,7 @@ def _ladder(block: int, max_patches: int) -> list[int]:
     return [*steps, largest]
 
 
-def with_padding(
-    layout: PackedLayout, padding: int, slots: int, merge_size: int
-) -> PackedLayout:
+def with_padding(layout: PackedLayout, padding: int, slots: int, merge_size: int) -> PackedLayout:
     """A layout with an image of `padding` patches after its own, and empty ones up to `slots`."""
     dummy = ((1, merge_size, padding // merge_size),) if padding else ()
     grids = (*layout.grid_thw, *dummy)
@@ -118,12 +144,25 @@ def with_padding(
     return PackedLayout(tuple(range(slots)), grids, boundaries, layout.num_prefix)
 
 
+def split_evenly(
+    total: int, first: int, images: int, merge_size: int, num_prefix: int
+) -> PackedLayout | None:
+    """Images of `total` patches, one of `first` and the others alike; None if there are too few."""
+    block = merge_size**2
+    blocks, others = (total - first) // block, images - 1
+    if first <= 0 or blocks < others or (blocks and not others):
+        return None
+    sizes = [blocks // others + (i < blocks % others) for i in range(others)]
+    grids = [(1, merge_size, n * merge_size) for n in (first // block, *sizes)]
+    return PackedLayout.of(grids, num_prefix)
+
+
 class Digest(NamedTuple):
     """What an encoder can replay, for whoever forms its batches."""
 
     planner: Planner
     keys: frozenset[GraphKey]
-    gains_below: int
+    gains_below: float
     """Patches from which on a graph was found to gain nothing."""
 
     def replays(self, call: Call) -> bool:

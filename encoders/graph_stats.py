@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Miss = Literal["off", "backend", "too_large", "unseen", "queued", "failed", "disabled"]
+Miss = Literal["off", "backend", "too_large", "unseen", "queued", "no_gain", "failed", "disabled"]
 """Why a batch ran eagerly: graphs are off; the attention backend cannot be captured; the batch is
-over `max_patches` or `max_images`; its layout has not been admitted yet; its capture is due; its
-capture failed or gave other bits; too many captures in a row failed."""
+over `max_patches` or `max_images`; its key has not been admitted yet; its capture is due; a graph
+would not be faster; its capture failed or gave other bits; too many captures in a row failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +28,12 @@ class GraphStats:
     """Captures not begun because of the free-memory floor."""
     mismatches: int = 0
     """Graphs whose first replay was not eager's to the bit; none of them was used."""
+    no_gain: int = 0
+    """Graphs that were not faster than eager, and not kept."""
+    shadow_checks: int = 0
+    """Replays that were compared with an eager run."""
+    shadow_mismatches: int = 0
+    """Of these, such as differed: their graphs are gone, eager's answer was given."""
     evictions: int = 0
     rebuilds: int = 0
     """Times that all graphs and their pool were given up, the hottest to be captured anew."""
@@ -43,6 +49,11 @@ class GraphStats:
     def missed(self, reason: Miss) -> None:
         """One more batch that ran eagerly."""
         self.misses[reason] = self.misses.get(reason, 0) + 1
+
+    @property
+    def batches(self) -> int:
+        """Replayed or not."""
+        return self.hits + sum(self.misses.values())
 
     def captured(self, milliseconds: float, device_bytes: int) -> None:
         """One more graph."""

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,17 @@ class Graph(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A call's result and what it took."""
+
+    result: Any
+    scratch_bytes: int
+    """Device memory that it had taken at its peak."""
+    milliseconds: float
+    """From its start to the end of all that it launched: what a caller would have waited."""
+
+
 class Recorder(Protocol):
     """What records graphs into one shared pool. One thread uses it: the one that runs the tower."""
 
@@ -34,8 +46,8 @@ class Recorder(Protocol):
         """The block runs on the recorder's stream, after what the caller's stream had to do."""
         ...
 
-    def measured(self, run: Callable[[], Tensor]) -> tuple[Tensor, int]:
-        """What `run` returns, and the bytes of scratch memory that it had taken at its peak."""
+    def measured(self, run: Callable[[], object]) -> "Measured":
+        """Run it and wait for it."""
         ...
 
     def capture(self, run: Callable[[], object]) -> Graph:
@@ -87,12 +99,17 @@ class CudaRecorder:
         # Also why results may be freed at any time: whoever reuses their memory came after.
         outer.wait_stream(self._stream)
 
-    def measured(self, run: Callable[[], Tensor]) -> tuple[Tensor, int]:
-        """What `run` returns, and the bytes of scratch memory that it had taken at its peak."""
+    def measured(self, run: Callable[[], object]) -> "Measured":
+        """Run it and wait for it."""
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+        self._stream.synchronize()  # else the time of what came before would count
+        start = time.perf_counter()
         result = run()
-        return result, torch.cuda.max_memory_allocated(self._device) - before
+        self._stream.synchronize()
+        milliseconds = milliseconds_since(start)
+        scratch = torch.cuda.max_memory_allocated(self._device) - before
+        return Measured(result, scratch, milliseconds)
 
     def capture(self, run: Callable[[], object]) -> Graph:
         """Record `run` without running it. Raises `RuntimeError`, and the pool is then lost.

@@ -21,11 +21,21 @@ def refill(view: Tensor, tensor: Tensor) -> None:
     if is_rocm():
         # A kernel has to write it: after a plain copy, replayed kernels may find the old values in
         # the scalar cache (ROCm/hip#3902).
-        torch.bitwise_or(as_integers(upload(tensor, view.device)), 0, out=as_integers(view))
+        write(view, upload(tensor, view.device))
     elif tensor.device == view.device:
         view.copy_(tensor)
     else:
         view.copy_(tensor.pin_memory(), non_blocking=True)
+
+
+def write(view: Tensor, tensor: Tensor) -> None:
+    """Overwrite a tensor with one of the same device by a kernel, bit by bit."""
+    torch.bitwise_or(as_integers(tensor), 0, out=as_integers(view))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal as whole numbers. Waits for both."""
+    return torch.equal(as_integers(a), as_integers(b))
 
 
 def as_integers(tensor: Tensor) -> Tensor:

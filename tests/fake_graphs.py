@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from encoders.recorder import Measured
 from tests.fake_aiter import capturing
 
 GIB = 1 << 30
@@ -53,6 +54,7 @@ class FakeGraph:
     def replay(self) -> None:
         self._recorder.check_thread()
         must(self in self.pool.graphs, "replayed a graph that was reset")
+        self._recorder.replays += 1
         self._run()
         if self.wrong:
             for rows in self.writes:
@@ -99,7 +101,8 @@ class FakeRecorder:
         """So many captures from now on die, as by another thread's device-wide wait."""
         self.spoil_captures = 0
         """So many graphs from now on compute something else than eager."""
-        self.captures = 0
+        self.eager_ms, self.replay_ms = 20.0, 5.0
+        self.captures = self.replays = 0
         self.pool = Pool()
         self._thread = threading.get_ident()
         self._on_stream = 0
@@ -120,10 +123,13 @@ class FakeRecorder:
         finally:
             self._on_stream -= 1
 
-    def measured(self, run: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    def measured(self, run: Callable[[], object]) -> Measured:
         self.check_thread()
+        replays = self.replays
         with Warmth(self._seen, recording=False):
-            return run(), self.scratch
+            result = run()
+        replayed = self.replays > replays
+        return Measured(result, self.scratch, self.replay_ms if replayed else self.eager_ms)
 
     def capture(self, run: Callable[[], object]) -> FakeGraph:
         self.check_thread()

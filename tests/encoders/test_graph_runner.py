@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from encoders import attention_kernels, transfer
+from encoders.arena import Arena
 from encoders.attention import AttentionLayout, Backend, sdpa
 from encoders.attention_kernels import Target, load_aiter
-from encoders.captured import same_bits
 from encoders.config import EncoderConfig, GraphSettings
 from encoders.encoder import Encoder
 from encoders.errors import ConfigError
-from encoders.forward import Call, Forward
+from encoders.forward import Forward
 from encoders.graph_cache import MAX_TRIES
-from encoders.graph_runner import MAX_FAILURES_IN_A_ROW, GraphRunner
-from encoders.packing import PackedLayout
-from encoders.towers import Output
+from encoders.graph_keys import Call
+from encoders.graph_runner import GraphRunner
+from encoders.graph_store import MAX_FAILURES_IN_A_ROW
+from encoders.packing import Output, PackedLayout
 from encoders.towers.dinov2 import Dinov2
 from tests import fake_aiter
 from tests.fake_graphs import GIB, FakeRecorder
@@ -74,7 +75,8 @@ class Rig:
     def __init__(self, recorder: FakeRecorder | None = None, **settings: Any) -> None:
         self.recorder = recorder or FakeRecorder()
         self.forward = Forward(PlainTower(), CAPTURABLE, CPU)  # type: ignore[arg-type]
-        settings = {"admission": "always", "max_patches": 64, "max_images": 8, **settings}
+        defaults = {"graph_mode": "exact", "admission": "always"}
+        settings = defaults | {"max_patches": 64, "max_images": 8} | settings
         self.runner = GraphRunner(
             self.forward, GraphSettings(**settings), torch.float32, self.recorder
         )
@@ -91,7 +93,7 @@ class Rig:
     def exact(self, call: Call) -> bool:
         """Whether the runner's answer to a new batch is eager's to the bit."""
         patches = self.patches(call)
-        return same_bits(self.runner.run(patches, call), self.forward.eager(patches, call))
+        return transfer.same_bits(self.runner.run(patches, call), self.forward.eager(patches, call))
 
     def settle(self) -> None:
         """Let it capture and tidy up all that it wants to."""
@@ -176,7 +178,7 @@ def test_a_result_stays_what_it_was(output: Output) -> None:
     rig.runner.run(rig.patches(call), call)
     rig.runner.poison()
 
-    assert same_bits(rows, kept)
+    assert transfer.same_bits(rows, kept)
 
 
 def test_a_replay_needs_nothing_of_what_the_last_one_left() -> None:
@@ -441,11 +443,11 @@ def test_a_random_walk_of_20_000_batches_keeps_every_promise(clears: bool) -> No
         patches = rig.patches(call)
         with torch.inference_mode():
             rows = rig.runner.run(patches, call)
-            assert same_bits(rows, rig.forward.eager(patches, call)), step
+            assert transfer.same_bits(rows, rig.forward.eager(patches, call)), step
         kept.append((rows, rows.clone()))
         while walk.random() < 0.4 and rig.runner.idle():
             pass
-        assert all(same_bits(rows, before) for rows, before in kept), step
+        assert all(transfer.same_bits(rows, before) for rows, before in kept), step
         _check_bounds(rig, step)
 
     stats = rig.runner.stats()
@@ -509,7 +511,7 @@ def dinov2_call(grids: Sequence[Grid], output: Output = "pooled") -> Call:
 def test_a_tower_on_aiter_is_captured_with_its_list_argument(
     on_aiter: Forward, output: Output
 ) -> None:
-    settings = GraphSettings(admission="always", max_patches=64, max_images=4)
+    settings = GraphSettings(graph_mode="exact", admission="always", max_patches=64, max_images=4)
     runner = GraphRunner(on_aiter, settings, BF16, FakeRecorder())
     calls = [dinov2_call(grids, output) for grids in ([(2, 3)], [(2, 2), (4, 5)], [(5, 4), (2, 2)])]
     for call in calls:
@@ -522,7 +524,7 @@ def test_a_tower_on_aiter_is_captured_with_its_list_argument(
     for call in calls:
         patches = torch.randn(call.layout.num_rows - call.layout.num_images, 588).to(BF16)
         rows = runner.run(patches, call)
-        assert same_bits(rows, on_aiter.eager(patches, call))
+        assert transfer.same_bits(rows, on_aiter.eager(patches, call))
 
     assert runner.stats().hits == before + 3
     assert runner.stats().captures == 2
@@ -531,11 +533,13 @@ def test_a_tower_on_aiter_is_captured_with_its_list_argument(
 
 @torch.inference_mode()
 def test_slabs_keep_the_type_of_what_they_hold(on_aiter: Forward) -> None:
-    settings = GraphSettings(admission="always", max_patches=64, max_images=4)
+    settings = GraphSettings(graph_mode="exact", admission="always", max_patches=64, max_images=4)
     runner = GraphRunner(on_aiter, settings, BF16, FakeRecorder())
     layout = dinov2_call([(2, 3)]).layout
 
-    place = runner._arena.place(layout)
+    place = Arena(on_aiter, runner._planner, BF16).place(
+        runner._planner.exact_plan(Call(layout, "pooled"))
+    )
 
     host = on_aiter.tower.inputs(layout)
     assert place.patches_PC.dtype == BF16
@@ -552,7 +556,7 @@ def test_refilling_keeps_every_bit(monkeypatch: pytest.MonkeyPatch, rocm: bool) 
     for values in (floats, floats.to(BF16), numbers, numbers.int()):
         view = torch.zeros_like(values)
         transfer.refill(view, values)
-        assert same_bits(view, values)
+        assert transfer.same_bits(view, values)
 
 
 @pytest.mark.parametrize(

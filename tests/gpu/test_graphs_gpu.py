@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_encoder import SUBJECTS, build
-from encoders.captured import same_bits
 from encoders.config import GraphSettings
-from encoders.forward import Call, Forward
+from encoders.forward import Forward
+from encoders.graph_keys import Call
 from encoders.graph_runner import GraphRunner
-from encoders.packing import PackedLayout, num_patches
-from encoders.towers import Output
+from encoders.packing import Output, PackedLayout, num_patches
+from encoders.transfer import same_bits
 from tests.gpu.sync import no_sync
 
 pytestmark = [
@@ -46,7 +46,7 @@ def _inference() -> Iterator[None]:
 
 
 def runner_of(forward: Forward, **settings: object) -> GraphRunner:
-    settings = {"admission": "always", **settings}
+    settings = {"graph_mode": "exact", "admission": "always", **settings}
     return GraphRunner.on(forward, GraphSettings.model_validate(settings), torch.bfloat16)
 
 
