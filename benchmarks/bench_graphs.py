@@ -35,9 +35,8 @@ from torch import Tensor
 from encoders.captured import GraphMaker
 from encoders.config import GraphSettings
 from encoders.forward import Forward
-from encoders.graph_keys import Call, Planner
 from encoders.graph_runner import GraphRunner
-from encoders.packing import PackedLayout, num_patches
+from encoders.packing import Call, PackedLayout, num_patches
 from encoders.recorder import CudaRecorder
 from encoders.transfer import same_bits
 
@@ -65,7 +64,7 @@ class Bench:
         torch.manual_seed(0)
         subject = SUBJECTS["qwen3-vl"]()
         tower, backend = build(subject, self.device, attention)
-        self.forward = Forward(tower, backend, self.device)
+        self.forward = Forward(tower, backend, self.device, torch.bfloat16)
         self.patches = torch.randn(
             LARGEST, 3 * tower.frames * tower.patch_size**2, device=self.device
         ).bfloat16()
@@ -78,7 +77,7 @@ class Bench:
             "max_patches": LARGEST,
             **settings,
         }
-        return GraphRunner.on(self.forward, GraphSettings(**settings), torch.bfloat16)
+        return GraphRunner.on(self.forward, GraphSettings(**settings))
 
     def call(self, sizes: Sequence[Size]) -> Call:
         """Images of these sizes, in this order of arrival."""
@@ -260,11 +259,9 @@ def replay(bench: Bench, count: int) -> dict[str, Any]:
     patches = bench.some_patches(call)
     runner.run(patches, call)
     runner.idle()
-    planner = Planner("exact", bench.forward.tower.merge_size, 16_384, 64)
-    recorder = CudaRecorder(bench.device)
-    with recorder.on_stream():
-        maker = GraphMaker(bench.forward, planner, recorder, torch.bfloat16, floor_bytes=0)
-        captured = maker.make(planner.exact_plan(call), call).captured
+    maker = GraphMaker(bench.forward, GraphSettings(), CudaRecorder(bench.device))
+    with runner.on_stream(), maker.recorder.on_stream():
+        captured = maker.make(maker.planner.exact_plan(call), call).captured
         wall = milliseconds(captured.graph.replay, bench.device, repeats=30)
         eager = milliseconds(lambda: bench.forward.eager(patches, call), bench.device)
         whole = milliseconds(lambda: runner.run(patches, call), bench.device)

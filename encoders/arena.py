@@ -33,13 +33,13 @@ class Arena:
     one replay overwrites what the last one left: what is to be kept is copied out before.
     """
 
-    def __init__(self, forward: Forward, planner: Planner, dtype: torch.dtype) -> None:
+    def __init__(self, forward: Forward, planner: Planner) -> None:
         self._forward = forward
         tower, device = forward.tower, forward.device
         layout = widest_layout(planner, tower.num_prefix)
         width = 3 * tower.frames * tower.patch_size**2
         # Values like those of real patches, since graphs are compared with eager on what is here.
-        self._patches = torch.randn(layout.num_patches, width, device=device, dtype=dtype)
+        self._patches = torch.randn(layout.num_patches, width, device=device, dtype=forward.dtype)
         self._inputs = [torch.zeros_like(slab, device=device) for slab in tower.inputs(layout)]
         self._boundaries = torch.zeros(layout.num_images + 1, dtype=torch.int32, device=device)
         self._staged = torch.zeros_like(self._boundaries)

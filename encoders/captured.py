@@ -4,14 +4,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from encoders.arena import Arena, Place
+from encoders.config import GraphSettings
 from encoders.forward import Forward
-from encoders.graph_keys import Call, Plan, Planner
-from encoders.packing import PackedLayout
-from encoders.recorder import Graph, Recorder, milliseconds_since
+from encoders.graph_keys import Plan, Planner
+from encoders.packing import Call, PackedLayout
+from encoders.recorder import CudaRecorder, Graph, Recorder, milliseconds_since
 from encoders.transfer import same_bits
 
 PROBE_SIDES = (1, 2, 4, 8, 16)
@@ -51,20 +51,22 @@ class TooLittleMemory(Exception):
 class GraphMaker:
     """Captures a tower's forward, key by key, on one arena."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        planner: Planner,
-        recorder: Recorder,
-        dtype: torch.dtype,
-        *,
-        floor_bytes: int,
-    ) -> None:
+    def __init__(self, forward: Forward, settings: GraphSettings, recorder: Recorder) -> None:
+        limits = settings.max_patches, settings.max_images
+        self.planner = Planner(settings.graph_mode, forward.tower.merge_size, *limits)
+        self.recorder = recorder
         self._forward = forward
-        self._planner = planner
-        self._recorder = recorder
-        self._arena = Arena(forward, planner, dtype)
-        self._floor_bytes = floor_bytes
+        self._floor_bytes = settings.free_memory_floor
+        with recorder.on_stream():
+            self._arena = Arena(forward, self.planner)
+
+    @classmethod
+    def on(cls, forward: Forward, settings: GraphSettings) -> "GraphMaker | None":
+        """For the forward's device; None where nothing is to be, or can be, captured."""
+        capturable = forward.device.type == "cuda" and forward.backend.capturable
+        if settings.graph_mode == "off" or not capturable:
+            return None
+        return cls(forward, settings, CudaRecorder(forward.device))
 
     def make(self, plan: Plan, call: Call) -> Capture:
         """Capture a key and compare replays with eager: of this call, and of others of its budget.
@@ -79,25 +81,25 @@ class GraphMaker:
 
         # At this very shape, on this stream: what loads, compiles or picks an algorithm on first
         # use does it here, where it may allocate.
-        warm = self._recorder.measured(forward)
+        warm = self.recorder.measured(forward)
         rows_RD = self._arena.rows(call.output, warm.result)
-        before = self._keep_free(max(0, warm.scratch_bytes - self._recorder.pool_bytes))
+        before = self._keep_free(max(0, warm.scratch_bytes - self.recorder.pool_bytes))
         start = time.perf_counter()
-        graph = self._recorder.capture(lambda: rows_RD.copy_(forward()))
+        graph = self.recorder.capture(lambda: rows_RD.copy_(forward()))
         milliseconds = milliseconds_since(start)
-        device_bytes = before - self._recorder.free_bytes()
+        device_bytes = before - self.recorder.free_bytes()
         captured = CapturedGraph(plan, call, graph, place, rows_RD)
-        witnesses = self._planner.witnesses(plan, call)
+        witnesses = self.planner.witnesses(plan, call)
         verified = all([self.agrees(captured, witness) for witness in witnesses])  # noqa: C419
-        eager = self._recorder.measured(lambda: self._eager(captured, call))
-        replay = self._recorder.measured(graph.replay)
+        eager = self.recorder.measured(lambda: self._eager(captured, call))
+        replay = self.recorder.measured(graph.replay)
         return Capture(
             captured, verified, eager.milliseconds, replay.milliseconds, milliseconds, device_bytes
         )
 
     def agrees(self, captured: CapturedGraph, call: Call) -> bool:
         """Whether a replay gives what eager does on the patches that lie there. Waits for both."""
-        plan = self._planner.plan(captured.plan.key, call)
+        plan = self.planner.plan(captured.plan.key, call)
         eager_RD = self._eager(captured, call)
         self._arena.fill_layout(captured.place, plan.layout)
         captured.graph.replay()
@@ -105,7 +107,7 @@ class GraphMaker:
 
     def replay(self, captured: CapturedGraph, patches_PC: Tensor, call: Call) -> Tensor:
         """A batch's rows, in memory that belongs to the caller. Waits for nothing."""
-        plan = self._planner.plan(captured.plan.key, call)
+        plan = self.planner.plan(captured.plan.key, call)
         self._arena.fill(captured.place, patches_PC, plan.layout)
         captured.graph.replay()
         # The next replay overwrites them; those of padding are nobody's.
@@ -119,6 +121,11 @@ class GraphMaker:
             self._arena.fill_layout(captured.place, captured.plan.layout)
             captured.graph.replay()  # NaN in, so NaN in all that follows from the patches
         self._arena.poison()
+
+    @staticmethod
+    def confirm(rows_RD: Tensor, eager_RD: Tensor) -> bool:
+        """Whether a replay gave eager's bits. Waits for both."""
+        return same_bits(rows_RD, eager_RD)
 
     @property
     def arena_bytes(self) -> int:
@@ -134,7 +141,7 @@ class GraphMaker:
         return self._forward.eager(captured.place.patches_PC[: call.layout.num_patches], call)
 
     def _keep_free(self, growth: int) -> int:
-        free = self._recorder.free_bytes()
+        free = self.recorder.free_bytes()
         if free - growth < self._floor_bytes:
             floor = self._floor_bytes
             raise TooLittleMemory(f"{free} bytes are free, {growth} needed, {floor} stay free")
@@ -147,9 +154,9 @@ class GraphMaker:
         the others (pytorch#193402). So: reset one, let others have what that freed, see whether
         the rest still compute what eager does, and write nowhere else. Raises as `make` does.
         """
-        first, *rest = [self.make(self._planner.exact_plan(call), call) for call in self._probes()]
+        first, *rest = [self.make(self.planner.exact_plan(call), call) for call in self._probes()]
         first.captured.graph.reset()
-        freed = self._recorder.poison()
+        freed = self.recorder.poison()
         right = [self.agrees(capture.captured, capture.captured.call) for capture in rest]
         untouched = [bool(block.isnan().all()) for block in freed]
         for capture in rest:
@@ -158,8 +165,8 @@ class GraphMaker:
 
     def _probes(self) -> list[Call]:
         """Some squares of pixels, as many as are admitted: one to go and two to stay."""
-        merge, prefix = self._planner.merge_size, self._forward.tower.num_prefix
+        merge, prefix = self.planner.merge_size, self._forward.tower.num_prefix
         grids = [(1, side * merge, side * merge) for side in PROBE_SIDES]
         layouts = [PackedLayout.of([grid], prefix) for grid in grids]
-        admitted = [layout for layout in layouts if self._planner.admits(layout)]
+        admitted = [layout for layout in layouts if self.planner.admits(layout)]
         return [Call(layout, "pooled") for layout in admitted[-3:]]

@@ -1,6 +1,7 @@
 """Tower, preprocessing and device together: a packed batch in, one result per image out."""
 
 import logging
+import os
 from typing import Literal
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from encoders.config import EncoderConfig
 from encoders.forward import Forward
-from encoders.graph_keys import Call
+from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
-from encoders.packing import Output, PackedBatch
+from encoders.packing import Call, Output, PackedBatch
 from encoders.preprocess import Preprocessor
 from encoders.towers.load import load_forward
 
@@ -25,9 +26,15 @@ class Encoder:
     """One tower on one device. Not thread-safe: one engine thread calls it."""
 
     def __init__(self, config: EncoderConfig, forward: Forward) -> None:
+        """Captures what the graph profile names, and makes sure of what is promised of bits.
+
+        Raises `ConfigError`.
+        """
         self.config = config
-        self.graphs = GraphRunner.on(forward, config.graphs, DTYPES[config.dtype])
-        """Its `idle` is to be called while no batch waits: that is when graphs are captured."""
+        graphs = config.graphs.overridden(os.environ)
+        self.graphs = GraphRunner.on(forward, graphs)
+        self._profile = GraphProfile(graphs.profile, forward.tower.num_prefix)
+        self.graphs.capture_now(self._profile.read())
         self._dtype = DTYPES[config.dtype]
         self._device = forward.device
         self._tower = tower = forward.tower
@@ -73,6 +80,17 @@ class Encoder:
         """The tower's rows on the device, in packed order. Waits for nothing."""
         with self.graphs.on_stream():
             return self.graphs.run(self._patches(batch), Call(batch.layout, output))
+
+    def idle(self) -> bool:
+        """Do one thing that no batch should wait for; whether there is another to do.
+
+        To be called while no batch waits: that is when graphs are captured. Takes about as long as
+        some batches.
+        """
+        more = self.graphs.idle()
+        if not more:
+            self._profile.write(self.graphs.hottest())
+        return more
 
     def _patches(self, batch: PackedBatch) -> Tensor:
         # Ray hands over read-only, pageable memory; this copy is torch's own, and pinned.

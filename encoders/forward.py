@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from encoders.attention import AttentionLayout, Backend
-from encoders.graph_keys import Call
-from encoders.packing import PackedLayout
+from encoders.packing import Call, PackedLayout
 from encoders.towers import Tower
 from encoders.transfer import upload
 
@@ -16,10 +15,13 @@ from encoders.transfer import upload
 class Forward:
     """A tower on its device, with the attention backend that it was built for."""
 
-    def __init__(self, tower: Tower, backend: Backend, device: torch.device) -> None:
+    def __init__(
+        self, tower: Tower, backend: Backend, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.tower = tower
         self.backend = backend
         self.device = device
+        self.dtype = dtype
 
     def eager(self, patches_PC: Tensor, call: Call) -> Tensor:
         """The tower's rows [R, D] on the device. Waits for nothing."""

@@ -4,8 +4,9 @@ from collections import OrderedDict
 from typing import Literal
 
 from encoders.captured import CapturedGraph
-from encoders.graph_keys import Call, GraphKey
+from encoders.graph_keys import GraphKey
 from encoders.graph_stats import Miss
+from encoders.packing import Call
 
 MAX_SIGHTINGS = 4096
 """Keys of which is remembered how often they were seen."""

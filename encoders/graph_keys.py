@@ -5,7 +5,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from encoders.packing import Output, PackedLayout
+from encoders.packing import Call, Output, PackedLayout
 
 GraphMode = Literal["off", "exact", "budget"]
 
@@ -23,13 +23,6 @@ class GraphKey(NamedTuple):
     output: Output
     shape: tuple[int, ...]
     """`exact`: rows of each image, longest first. `budget`: patches, slots, max_seqlen."""
-
-
-class Call(NamedTuple):
-    """What is asked of a tower, patches apart."""
-
-    layout: PackedLayout
-    output: Output
 
 
 class Plan(NamedTuple):
@@ -155,16 +148,3 @@ def split_evenly(
     sizes = [blocks // others + (i < blocks % others) for i in range(others)]
     grids = [(1, merge_size, n * merge_size) for n in (first // block, *sizes)]
     return PackedLayout.of(grids, num_prefix)
-
-
-class Digest(NamedTuple):
-    """What an encoder can replay, for whoever forms its batches."""
-
-    planner: Planner
-    keys: frozenset[GraphKey]
-    gains_below: float
-    """Patches from which on a graph was found to gain nothing."""
-
-    def replays(self, call: Call) -> bool:
-        """Whether the encoder had a graph for this call when it sent the digest."""
-        return any(plan.key in self.keys for plan in self.planner.plans(call))

@@ -5,7 +5,6 @@ R = rows of a result, D = their width.
 """
 
 import logging
-import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from encoders.captured import GraphMaker
 from encoders.config import GraphSettings
 from encoders.forward import Forward
-from encoders.graph_keys import Call, Digest, Planner
-from encoders.graph_stats import GraphStats, Miss
+from encoders.graph_stats import Digest, GraphStats, Miss
 from encoders.graph_store import GraphStore
-from encoders.recorder import CudaRecorder, Recorder
+from encoders.invariance import parts, verified_floor
+from encoders.packing import Call
 
 logger = logging.getLogger(__name__)
 
@@ -29,37 +28,30 @@ class GraphRunner:
     is captured in `idle`, compared with eager as integers, and used from then on.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        settings: GraphSettings,
-        dtype: torch.dtype,
-        recorder: Recorder | None,
-    ) -> None:
+    def __init__(self, forward: Forward, settings: GraphSettings, maker: GraphMaker | None) -> None:
         self._forward = forward
         self._settings = settings
-        self._recorder = recorder
-        self._stats = GraphStats()
-        self._store: GraphStore | None = None
-        merge, limits = forward.tower.merge_size, (settings.max_patches, settings.max_images)
-        self._planner = Planner(settings.graph_mode, merge, *limits)
+        self._stats = GraphStats(precision=settings.precision)
         self._off: Miss = "off" if settings.graph_mode == "off" else "backend"
-        if self._off == "backend" and recorder is not None and forward.backend.capturable:
-            floor = settings.free_memory_floor
-            with recorder.on_stream():
-                maker = GraphMaker(forward, self._planner, recorder, dtype, floor_bytes=floor)
-                self._store = GraphStore(maker, self._planner, recorder, settings, self._stats)
+        self._on_stream = nullcontext if maker is None else maker.recorder.on_stream
+        self._store: GraphStore | None = None
+        with self.on_stream():
+            if maker is not None:
+                self._store = GraphStore(maker, settings, self._stats)
+            if settings.precision == "invariant":
+                self._stats.invariant_from = verified_floor(forward, settings.max_patches)
 
     @classmethod
-    def on(cls, forward: Forward, settings: GraphSettings, dtype: torch.dtype) -> "GraphRunner":
-        """A runner for the forward's device, as configured and as the environment overrides it."""
-        graphs = forward.device.type == "cuda" and forward.backend.capturable
-        recorder = CudaRecorder(forward.device) if graphs else None
-        return cls(forward, settings.overridden(os.environ), dtype, recorder)
+    def on(cls, forward: Forward, settings: GraphSettings) -> "GraphRunner":
+        """A runner for the forward's device.
+
+        Raises `ConfigError` if what is promised of bits cannot be kept there.
+        """
+        return cls(forward, settings, GraphMaker.on(forward, settings))
 
     def on_stream(self) -> AbstractContextManager[None]:
         """The block's device work belongs to the runner's stream: eager and replays share one."""
-        return nullcontext() if self._recorder is None else self._recorder.on_stream()
+        return self._on_stream()
 
     @torch.inference_mode()
     def run(self, patches_PC: Tensor, call: Call) -> Tensor:
@@ -68,19 +60,27 @@ class GraphRunner:
         Waits for nothing, but one replay in `shadow_every`, which is compared with eager.
         """
         with self.on_stream():
-            if self._store is None:
-                self._stats.missed(self._off)
-                return self._forward.eager(patches_PC, call)
-            captured = self._store.find(call)
-            if captured is None:
-                self._stats.missed(self._store.miss(call))
-                return self._eager(self._store, patches_PC, call)
-            self._stats.hits += 1
-            rows_RD = self._store.replay(captured, patches_PC, call)
-            if self._stats.hits % self._settings.shadow_every:
-                return rows_RD
-            eager_RD = self._eager(self._store, patches_PC, call)
-            return rows_RD if self._store.confirms(captured, rows_RD, eager_RD) else eager_RD
+            floor = self._stats.invariant_from
+            if floor is None:
+                return self._run(patches_PC, call)
+            calls = [Call(layout, call.output) for layout in parts(call.layout, floor)]
+            own = torch.split(patches_PC, [part.layout.num_patches for part in calls])
+            return torch.cat([self._run(x_PC, x) for x_PC, x in zip(own, calls, strict=True)])
+
+    def _run(self, patches_PC: Tensor, call: Call) -> Tensor:
+        if self._store is None:
+            self._stats.missed(self._off)
+            return self._forward.eager(patches_PC, call)
+        captured = self._store.find(call)
+        if captured is None:
+            self._stats.missed(self._store.miss(call))
+            return self._eager(self._store, patches_PC, call)
+        self._stats.hits += 1
+        rows_RD = self._store.replay(captured, patches_PC, call)
+        if self._stats.hits % self._settings.shadow_every:
+            return rows_RD
+        eager_RD = self._eager(self._store, patches_PC, call)
+        return rows_RD if self._store.confirms(captured, rows_RD, eager_RD) else eager_RD
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -133,11 +133,9 @@ class GraphRunner:
             self._store.measure(self._stats)
         return self._stats.snapshot()
 
-    def digest(self) -> Digest:
-        """What can be replayed now."""
-        if self._store is None:
-            return Digest(self._planner, frozenset(), 0)
-        return self._store.digest()
+    def digest(self) -> Digest | None:
+        """What can be replayed now; None if nothing ever will."""
+        return None if self._store is None else self._store.digest()
 
     def hottest(self) -> list[Call]:
         """What has a graph, most recently used first."""

@@ -1,7 +1,10 @@
-"""What a graph runner has done, as one plain record."""
+"""What a graph runner tells of itself: one plain record of what it did, one of what it can do."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from encoders.graph_keys import GraphKey, Planner
+from encoders.packing import Call
 
 Miss = Literal["off", "backend", "too_large", "unseen", "queued", "no_gain", "failed", "disabled"]
 """Why a batch ran eagerly: graphs are off; the attention backend cannot be captured; the batch is
@@ -13,6 +16,10 @@ would not be faster; its capture failed or gave other bits; too many captures in
 class GraphStats:
     """Counts since start, sizes now."""
 
+    precision: str = "exact"
+    """What is promised of bits: `GraphSettings.precision`."""
+    invariant_from: int | None = None
+    """With `invariant`, the patches from which on images share batches; smaller ones run alone."""
     hits: int = 0
     """Batches that were replayed."""
     misses: dict[Miss, int] = field(default_factory=dict)
@@ -71,3 +78,16 @@ class GraphStats:
     def snapshot(self) -> "GraphStats":
         """A copy that does not change."""
         return replace(self, misses=self.misses.copy())
+
+
+class Digest(NamedTuple):
+    """What an encoder can replay, for whoever forms its batches."""
+
+    planner: Planner
+    keys: frozenset[GraphKey]
+    gains_below: float
+    """Patches from which on a graph was found to gain nothing."""
+
+    def replays(self, call: Call) -> bool:
+        """Whether the encoder had a graph for this call when it sent the digest."""
+        return any(plan.key in self.keys for plan in self.planner.plans(call))

@@ -10,10 +10,9 @@ from torch import Tensor
 from encoders.captured import Capture, CapturedGraph, GraphMaker, TooLittleMemory
 from encoders.config import GraphSettings
 from encoders.graph_cache import Admission, GraphCache
-from encoders.graph_keys import Call, Digest, GraphKey, Planner
-from encoders.graph_stats import GraphStats, Miss
-from encoders.recorder import Recorder
-from encoders.transfer import same_bits
+from encoders.graph_keys import GraphKey
+from encoders.graph_stats import Digest, GraphStats, Miss
+from encoders.packing import Call
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +26,12 @@ class GraphStore:
     def __init__(
         self,
         maker: GraphMaker,
-        planner: Planner,
-        recorder: Recorder,
         settings: GraphSettings,
         stats: GraphStats,
     ) -> None:
         self._maker = maker
-        self._planner = planner
-        self._recorder = recorder
+        self._planner = maker.planner
+        self._recorder = maker.recorder
         self._settings = settings
         self._stats = stats
         self._cache = GraphCache(settings.graph_capacity)
@@ -123,7 +120,7 @@ class GraphStore:
     def confirms(self, captured: CapturedGraph, rows_RD: Tensor, eager_RD: Tensor) -> bool:
         """Whether a replay gave eager's bits. If not, the graph is not used again. Waits."""
         self._stats.shadow_checks += 1
-        if same_bits(rows_RD, eager_RD):
+        if self._maker.confirm(rows_RD, eager_RD):
             return True
         if not self._tolerates(captured.plan.key):
             self._stats.shadow_mismatches += 1

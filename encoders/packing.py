@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,13 @@ class PackedLayout:
     def max_seqlen(self) -> int:
         """Rows of the longest image. Attention kernels given less are silently wrong."""
         return self.cu_seqlens[1]  # the first image is the longest
+
+
+class Call(NamedTuple):
+    """What is asked of a tower, patches apart."""
+
+    layout: PackedLayout
+    output: Output
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,21 +50,28 @@ class Engine:
         """Rows for every image, each in its own dtype: float32 if none is given."""
         self._num_batches += 1
         try:
-            rows = await self._on_thread(self._encode, batch, output, dtypes)
+            encoded = await self._on_thread(self._encode, batch, output, dtypes)
         finally:
             self._num_batches -= 1
-        stats = self.graph_stats()
-        publish(stats, self._published)
-        self._published = stats
+        publish(encoded.graphs, self._published)
+        self._published = encoded.graphs
         self._resume_idle_work()
-        return Encoded(rows, self.name, stats)
+        return encoded
 
     def graph_stats(self) -> GraphStats:
-        """What the Encoder's graph runner has done so far."""
-        return self._encoder.graphs.stats()
+        """What the Encoder's graph runner had done when the last batch ended."""
+        return self._published
 
     def _encode(
         self, batch: PackedBatch, output: Output = "pooled", dtypes: Sequence[Dtype] = ()
+    ) -> Encoded:
+        rows = self._rows(batch, output, dtypes)
+        # On this thread: it alone changes what is told of.
+        graphs = self._encoder.graphs
+        return Encoded(rows, self.name, graphs.stats(), graphs.digest())
+
+    def _rows(
+        self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
     ) -> Sequence[Rows] | Rows:
         dtypes = dtypes or ["float32"] * batch.layout.num_images
         # Of several, the widest: narrowed from it on the host, a value has the same bits.
@@ -82,7 +89,7 @@ class Engine:
             self._idle_work.add_done_callback(_log_error)
 
     async def _work_while_idle(self) -> None:
-        while self._may_idle() and await self._on_thread(self._encoder.graphs.idle):
+        while self._may_idle() and await self._on_thread(self._encoder.idle):
             self._captured_at = time.monotonic()
 
     def _may_idle(self) -> bool:

@@ -11,6 +11,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException, ReplicaUn
 from ray.serve.handle import DeploymentHandle
 
 from encoders.errors import EncoderError, Overloaded, ReplicaLost
+from encoders.graph_stats import Digest
 from encoders.packing import PackedBatch
 from serve_app.heard_of import HeardOf
 from serve_app.service import (
@@ -132,9 +133,17 @@ class _Slot:
     selection: Any  # its type is private to Ray
     heard_of: HeardOf
 
+    @property
+    def replica(self) -> str:
+        return str(self.selection.replica_id)
+
+    @property
+    def digest(self) -> Digest | None:
+        return self.heard_of.digest(self.replica)
+
     async def encode(
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
     ) -> Sequence[Rows] | Rows:
         encoded: Encoded = await self.handle.dispatch(self.selection, batch, output, dtypes)
-        self.heard_of.heard(encoded)
+        self.heard_of.heard(self.replica, encoded)
         return encoded.rows

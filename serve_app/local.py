@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from encoders.config import EncoderConfig
+from encoders.graph_stats import Digest
 from encoders.packing import PackedBatch
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
@@ -17,6 +18,7 @@ class LocalSlots:
 
     def __init__(self, replica: EncoderReplica, num_slots: int) -> None:
         self._replica = replica
+        self._digest: Digest | None = None
         self._free = asyncio.Semaphore(num_slots)
 
     @asynccontextmanager
@@ -29,7 +31,14 @@ class LocalSlots:
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
     ) -> Sequence[Rows] | Rows:
         """One array per image, in order of arrival, each in its own dtype."""
-        return (await self._replica.encode(batch, output, dtypes)).rows
+        encoded = await self._replica.encode(batch, output, dtypes)
+        self._digest = encoded.digest
+        return encoded.rows
+
+    @property
+    def digest(self) -> Digest | None:
+        """What this process's encoder could replay when its last batch ended."""
+        return self._digest
 
     def encoders(self) -> EncoderGraphs:
         """How this process's own encoder stands."""

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
-from encoders.graph_stats import GraphStats
-from encoders.packing import GridTHW, Output, PackedBatch, num_patches
+from encoders.graph_stats import Digest, GraphStats
+from encoders.packing import GridTHW, PackedBatch, num_patches
+from encoders.packing import Output as Output  # what crosses the tiers is told of here
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -57,6 +58,8 @@ class Encoded:
     encoder: str
     """Which encoder of the cluster it was."""
     graphs: GraphStats
+    digest: Digest | None
+    """What it can replay; None if it never replays."""
 
 
 EncoderGraphs = dict[str, GraphStats]
@@ -106,6 +109,11 @@ class ImageService(Protocol):
 
 class EncoderSlot(Protocol):
     """The right to have one batch on one encoder."""
+
+    @property
+    def digest(self) -> Digest | None:
+        """What that encoder could replay when it last answered here; None if that is not known."""
+        ...
 
     async def encode(
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]

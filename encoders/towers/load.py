@@ -29,4 +29,4 @@ def load_forward(settings: EncoderConfig, device: torch.device, dtype: torch.dty
     assert isinstance(tower, nn.Module)
     tower.eval().to(dtype).to_empty(device=device)
     load_into(tower, tower.convert(read_tensors(folder, tower.wanted)))
-    return Forward(tower, backend, device)
+    return Forward(tower, backend, device, dtype)

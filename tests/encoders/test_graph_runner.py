@@ -3,6 +3,7 @@
 The plain tower makes thousands of batches a second; the real one has AITER's signature below it.
 """
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -17,15 +18,17 @@ from encoders import attention_kernels, transfer
 from encoders.arena import Arena
 from encoders.attention import AttentionLayout, Backend, sdpa
 from encoders.attention_kernels import Target, load_aiter
+from encoders.captured import GraphMaker
 from encoders.config import EncoderConfig, GraphSettings
 from encoders.encoder import Encoder
 from encoders.errors import ConfigError
 from encoders.forward import Forward
 from encoders.graph_cache import MAX_TRIES
-from encoders.graph_keys import Call
+from encoders.graph_keys import Planner
+from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
 from encoders.graph_store import MAX_FAILURES_IN_A_ROW
-from encoders.packing import Output, PackedLayout
+from encoders.packing import Call, Output, PackedLayout
 from encoders.towers.dinov2 import Dinov2
 from tests import fake_aiter
 from tests.fake_graphs import GIB, FakeRecorder
@@ -60,26 +63,33 @@ class PlainTower:
         rows_PC = patches_PC * inputs.weight_P[:, None]
         if output == "patch":
             return rows_PC
-        return (
-            torch.segment_reduce(rows_PC, "mean", offsets=inputs.bounds_N, axis=0, unsafe=True)
-            + layout[0].float().mean()
+        means_NC = torch.segment_reduce(
+            rows_PC, "mean", offsets=inputs.bounds_N, axis=0, unsafe=True
         )
+        lengths_N = layout[0].diff()  # a stale boundary would show
+        return means_NC + lengths_N[:, None]
 
 
 CAPTURABLE = Backend("plain", sdpa, boundaries="device", capturable=True)
 
 
+def runner_of(forward: Forward, settings: GraphSettings, recorder: FakeRecorder) -> GraphRunner:
+    """As `GraphRunner.on` makes one for a GPU."""
+    off = settings.graph_mode == "off"
+    return GraphRunner(forward, settings, None if off else GraphMaker(forward, settings, recorder))
+
+
 class Rig:
     """A runner over a plain tower, the recorder below it, and batches for it."""
 
-    def __init__(self, recorder: FakeRecorder | None = None, **settings: Any) -> None:
+    def __init__(
+        self, recorder: FakeRecorder | None = None, tower: Any = None, **settings: Any
+    ) -> None:
         self.recorder = recorder or FakeRecorder()
-        self.forward = Forward(PlainTower(), CAPTURABLE, CPU)  # type: ignore[arg-type]
+        self.forward = Forward(tower or PlainTower(), CAPTURABLE, CPU, torch.float32)
         defaults = {"graph_mode": "exact", "admission": "always"}
         settings = defaults | {"max_patches": 64, "max_images": 8} | settings
-        self.runner = GraphRunner(
-            self.forward, GraphSettings(**settings), torch.float32, self.recorder
-        )
+        self.runner = runner_of(self.forward, GraphSettings(**settings), self.recorder)
         self.recorder.captures = 0  # the start-up probe's apart
         self.random = torch.Generator().manual_seed(0)
 
@@ -388,12 +398,8 @@ def test_a_batch_that_is_too_large_without_graphs_fails() -> None:
 def test_off_and_a_backend_that_cannot_be_captured_stay_eager_without_arenas() -> None:
     call = Rig().call((2, 3))
     off = Rig(graph_mode="off")
-    host = GraphRunner(
-        Forward(PlainTower(), Backend("sdpa", sdpa, "host", False), CPU),  # type: ignore[arg-type]
-        GraphSettings(),
-        torch.float32,
-        None,
-    )
+    on_host = Forward(PlainTower(), Backend("sdpa", sdpa, "host", False), CPU, torch.float32)  # type: ignore[arg-type]
+    host = GraphRunner.on(on_host, GraphSettings())
 
     assert off.exact(call)
     host.run(off.patches(call), call)
@@ -403,6 +409,194 @@ def test_off_and_a_backend_that_cannot_be_captured_stay_eager_without_arenas() -
     assert off.runner.stats().arena_bytes == host.stats().arena_bytes == 0
     assert not off.runner.idle()
     assert not host.idle()
+
+
+def test_a_budget_serves_every_layout_of_its_class_with_eagers_bits() -> None:
+    rig = Rig(graph_mode="budget")
+    rig.capture(rig.call((5, 6), (4, 4)))
+
+    calls = [
+        rig.call((4, 4), (5, 6)),
+        rig.call((7, 6), (1, 1), (1, 2)),
+        rig.call((1, 60)),
+        rig.call((8, 8)),
+        rig.call((1, 1)),
+    ]
+    assert rig.hits(*calls, *reversed(calls)) == 10
+    assert rig.runner.stats().captures == 1
+
+
+def test_more_images_or_more_patches_are_another_budget() -> None:
+    rig = Rig(graph_mode="budget", max_patches=256, max_images=16)
+    rig.capture(rig.call((5, 6)))
+
+    assert rig.hits(rig.call((5, 13)), rig.call(*[(1, 2)] * 4)) == 0
+
+
+@pytest.mark.parametrize("output", ["pooled", "patch"])
+def test_what_lies_in_the_padding_changes_nothing(output: Output) -> None:
+    rig = Rig(graph_mode="budget")
+    calls = [rig.call((3, 3), (2, 2), output=output), rig.call((7, 9), output=output)]
+    rig.capture(*calls)
+
+    for call in calls * 2:
+        rig.runner.poison()  # NaN where the padding is
+        assert rig.hits(call) == 1
+
+
+class ByTotal(PlainTower):
+    """A tower whose bits depend on how many patches there are, as those of a BLAS library may."""
+
+    def __call__(self, patches_PC: Tensor, *args: Any) -> Tensor:
+        rows = super().__call__(patches_PC, *args)
+        return rows + len(patches_PC) * 1e-3
+
+
+def test_a_budget_that_changes_bits_is_not_used_but_the_exact_layout_is() -> None:
+    rig = Rig(tower=ByTotal(), graph_mode="budget")
+    call, other = rig.call((5, 6)), rig.call((5, 7))
+
+    rig.capture(call, call)
+
+    assert rig.hits(call) == 1
+    assert rig.hits(other) == 0
+    assert rig.runner.stats().mismatches == 1
+
+
+def test_fast_uses_budgets_whose_bits_differ() -> None:
+    rig = Rig(tower=ByTotal(), graph_mode="budget", precision="fast")
+    call = rig.call((5, 6))
+    with torch.inference_mode():
+        rig.runner.run(rig.patches(call), call)
+    rig.settle()
+
+    assert not rig.exact(call)
+
+    stats = rig.runner.stats()
+    assert (stats.hits, stats.mismatches, stats.precision) == (1, 0, "fast")
+
+
+def test_a_replay_that_goes_wrong_later_is_found_and_answered_by_eager() -> None:
+    rig = Rig(shadow_every=3)
+    call = rig.call((2, 3))
+    rig.capture(call)
+    for graph in rig.recorder.pool.graphs:
+        graph.wrong = True  # from now on, as after ROCm/clr#279
+
+    right = [rig.exact(call) for _ in range(4)]
+
+    assert right == [False, False, True, True]
+    stats = rig.runner.stats()
+    assert (stats.shadow_checks, stats.shadow_mismatches, stats.graphs) == (1, 1, 0)
+    assert stats.misses["failed"] == 1
+
+
+def test_what_a_graph_does_not_speed_up_is_not_kept_nor_anything_larger() -> None:
+    rig = Rig(admission="gain")
+    small, large, larger = rig.call((2, 3)), rig.call((4, 4)), rig.call((5, 5))
+    rig.capture(small, small)
+    rig.recorder.replay_ms = 19.5  # eager takes 20
+    rig.capture(large, large)
+    rig.capture(large, larger, larger)
+
+    assert rig.hits(small, large, larger) == 1
+    stats = rig.runner.stats()
+    assert (stats.captures, stats.no_gain, stats.misses["no_gain"]) == (2, 1, 5)
+    digest = rig.runner.digest()
+    assert digest is not None
+    assert digest.gains_below == 16
+
+
+def test_one_disturbed_measurement_does_not_keep_larger_batches_from_their_graphs() -> None:
+    rig = Rig(admission="gain")
+    disturbed, large = rig.call((2, 3)), rig.call((4, 4))
+    rig.capture(large, large)
+    rig.recorder.replay_ms = 30.0
+    rig.capture(disturbed, disturbed)
+    rig.recorder.replay_ms = 5.0
+
+    medium = rig.call((3, 4))
+    rig.capture(medium, medium)
+
+    assert rig.hits(medium, large) == 2
+
+
+def test_a_digest_says_what_would_be_replayed() -> None:
+    rig = Rig(graph_mode="budget")
+    call = rig.call((5, 6), (4, 4))
+    rig.capture(call)
+    digest = pickle.loads(pickle.dumps(rig.runner.digest()))
+
+    assert digest.replays(call)
+    assert digest.replays(rig.call((6, 6), (2, 4)))
+    assert not digest.replays(rig.call((5, 6), (4, 4), output="patch"))
+    assert not digest.replays(rig.call(*[(1, 1)] * 8))
+    assert not digest.replays(rig.call((9, 9)))
+
+
+def test_a_profile_brings_the_hottest_graphs_before_the_first_batch(tmp_path: Path) -> None:
+    path = tmp_path / "hot.json"
+    warm, cold = Rig(graph_mode="exact"), Rig(graph_mode="exact")
+    calls = [warm.call((2, 3)), warm.call((4, 4), (1, 2)), warm.call((3, 3), output="patch")]
+    warm.capture(*calls)
+
+    GraphProfile(path, 0).write(warm.runner.hottest())
+    cold.runner.capture_now(GraphProfile(path, 0).read())
+
+    assert cold.hits(*calls) == 3
+    assert cold.runner.hottest()[0].output == "patch"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '[{"grid_thw": [[1, 2, 3]], "output": "x"}]'])
+def test_a_spoilt_profile_is_left_aside(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hot.json"
+    path.write_text(text)
+
+    assert GraphProfile(path, 0).read() == []
+    assert GraphProfile(tmp_path / "none.json", 0).read() == []
+    assert GraphProfile(None, 0).read() == []
+
+
+class Company(PlainTower):
+    """A tower that computes small images in another order when others are about."""
+
+    def __init__(self, floor: int) -> None:
+        self._floor = floor
+
+    def __call__(
+        self, patches_PC: Tensor, inputs: PlainInputs, layout: AttentionLayout, output: Output
+    ) -> Tensor:
+        rows = super().__call__(patches_PC, inputs, layout, output)
+        lengths = layout[0].diff()
+        if len(lengths) > 1:
+            small = (lengths < self._floor).float() * 1e-3
+            rows = (
+                rows + (small if output == "pooled" else small.repeat_interleave(lengths))[:, None]
+            )
+        return rows
+
+
+def test_invariant_batches_only_images_whose_bits_are_their_own() -> None:
+    rig = Rig(tower=Company(16), precision="invariant", max_patches=512, graph_mode="off")
+    call = rig.call((2, 3), (5, 5), (4, 4), (1, 2))
+    patches = rig.patches(call)
+
+    with torch.inference_mode():
+        rows = rig.runner.run(patches, call)
+        own = torch.split(patches, list(call.layout.seqlens))
+        alone = [
+            rig.forward.eager(x, Call(PackedLayout.of([grid], 0), "pooled"))
+            for x, grid in zip(own, call.layout.grid_thw, strict=True)
+        ]
+
+    assert rig.runner.stats().invariant_from == 16
+    assert transfer.same_bits(rows, torch.cat(alone))
+    assert rig.runner.stats().batches == 3  # the two large together, each small one alone
+
+
+def test_invariant_is_refused_where_it_cannot_be_kept() -> None:
+    with pytest.raises(ConfigError, match="not offered"):
+        Rig(tower=Company(10**6), precision="invariant", max_patches=512, graph_mode="off")
 
 
 def test_eager_runs_make_no_buffers_of_a_layout() -> None:
@@ -499,7 +693,7 @@ def on_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Forward:
     tower = Dinov2.from_checkpoint(CHECKPOINT, config, attention).eval().to(BF16)
     for parameter in tower.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    return Forward(tower, Backend("aiter", attention, "device", True), CPU)
+    return Forward(tower, Backend("aiter", attention, "device", True), CPU, BF16)
 
 
 def dinov2_call(grids: Sequence[Grid], output: Output = "pooled") -> Call:
@@ -512,7 +706,7 @@ def test_a_tower_on_aiter_is_captured_with_its_list_argument(
     on_aiter: Forward, output: Output
 ) -> None:
     settings = GraphSettings(graph_mode="exact", admission="always", max_patches=64, max_images=4)
-    runner = GraphRunner(on_aiter, settings, BF16, FakeRecorder())
+    runner = runner_of(on_aiter, settings, FakeRecorder())
     calls = [dinov2_call(grids, output) for grids in ([(2, 3)], [(2, 2), (4, 5)], [(5, 4), (2, 2)])]
     for call in calls:
         runner.run(torch.randn(call.layout.num_rows - call.layout.num_images, 588).to(BF16), call)
@@ -533,13 +727,10 @@ def test_a_tower_on_aiter_is_captured_with_its_list_argument(
 
 @torch.inference_mode()
 def test_slabs_keep_the_type_of_what_they_hold(on_aiter: Forward) -> None:
-    settings = GraphSettings(graph_mode="exact", admission="always", max_patches=64, max_images=4)
-    runner = GraphRunner(on_aiter, settings, BF16, FakeRecorder())
     layout = dinov2_call([(2, 3)]).layout
 
-    place = Arena(on_aiter, runner._planner, BF16).place(
-        runner._planner.exact_plan(Call(layout, "pooled"))
-    )
+    planner = Planner("exact", 1, 64, 4)
+    place = Arena(on_aiter, planner).place(planner.exact_plan(Call(layout, "pooled")))
 
     host = on_aiter.tower.inputs(layout)
     assert place.patches_PC.dtype == BF16

@@ -14,9 +14,8 @@ from torch import Tensor
 from benchmarks.bench_encoder import SUBJECTS, build
 from encoders.config import GraphSettings
 from encoders.forward import Forward
-from encoders.graph_keys import Call
 from encoders.graph_runner import GraphRunner
-from encoders.packing import Output, PackedLayout, num_patches
+from encoders.packing import Call, Output, PackedLayout, num_patches
 from encoders.transfer import same_bits
 from tests.gpu.sync import no_sync
 
@@ -36,7 +35,7 @@ def forward(request: pytest.FixtureRequest) -> Forward:
     torch.manual_seed(0)
     subject = SUBJECTS[request.param]()
     tower, backend = build(subject, CUDA, "auto")
-    return Forward(tower, backend, CUDA)
+    return Forward(tower, backend, CUDA, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def _inference() -> Iterator[None]:
 
 def runner_of(forward: Forward, **settings: object) -> GraphRunner:
     settings = {"graph_mode": "exact", "admission": "always", **settings}
-    return GraphRunner.on(forward, GraphSettings.model_validate(settings), torch.bfloat16)
+    return GraphRunner.on(forward, GraphSettings.model_validate(settings))
 
 
 def call_of(forward: Forward, grids: Sequence[Grid], output: Output = "pooled") -> Call:
@@ -219,7 +218,7 @@ def _synchronise() -> None:
 
 def test_a_capture_that_a_foreign_synchronise_kills_is_survived(forward: Forward) -> None:
     tower = Synchronising(forward)
-    forward = Forward(tower, forward.backend, CUDA)
+    forward = Forward(tower, forward.backend, CUDA, torch.bfloat16)
     runner = runner_of(forward)
     before, killed = call_of(forward, SMALL), call_of(forward, MIX)
     capture(runner, forward, before)
@@ -243,7 +242,7 @@ def test_a_capture_that_a_foreign_synchronise_kills_is_survived(forward: Forward
 
 def test_captures_that_always_fail_end_and_lose_bounded_memory(forward: Forward) -> None:
     tower = Synchronising(forward)
-    forward = Forward(tower, forward.backend, CUDA)
+    forward = Forward(tower, forward.backend, CUDA, torch.bfloat16)
     runner = runner_of(forward)
     tower.armed = True
     used = []

@@ -11,10 +11,10 @@ import torch
 from encoders import EncoderConfig, attention_kernels
 from encoders.attention import Backend
 from encoders.attention_kernels import Target, load_aiter
+from encoders.captured import GraphMaker
 from encoders.config import GraphSettings
 from encoders.encoder import Encoder
 from encoders.forward import Forward
-from encoders.graph_runner import GraphRunner
 from encoders.graph_stats import GraphStats
 from encoders.packing import PackedBatch
 from encoders.sizes import grid_thw
@@ -38,12 +38,13 @@ def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EncoderConfig:
     backend = Backend("aiter", attention, "device", True)
     monkeypatch.setattr("encoders.towers.load.choose_backend", lambda *_: backend)
 
-    def on(forward: Forward, settings: GraphSettings, dtype: torch.dtype) -> GraphRunner:
-        return GraphRunner(forward, settings, dtype, FakeRecorder())
+    def on(forward: Forward, settings: GraphSettings) -> GraphMaker:
+        return GraphMaker(forward, settings, FakeRecorder())
 
-    monkeypatch.setattr(GraphRunner, "on", on)
+    monkeypatch.setattr(GraphMaker, "on", on)
     config = EncoderConfig.load(str(write_tiny_encoder(tmp_path)))
-    graphs = GraphSettings(max_patches=64, max_images=8)
+    limits = {"max_patches": 64, "max_images": 8}
+    graphs = GraphSettings(graph_mode="exact", profile=tmp_path / "hot.json", **limits)
     return config.model_copy(update={"dtype": "bfloat16", "graphs": graphs})
 
 
@@ -63,7 +64,7 @@ async def test_what_was_missed_is_captured_in_the_next_pause_and_told_with_the_a
     first = await engine.encode(packed(config, 1, 2), "pooled", ())
     second = await engine.encode(packed(config, 1, 2), "pooled", ())
     assert first.graphs.misses == {"unseen": 1}
-    await until(lambda: engine.graph_stats().captures == 1)
+    await until(lambda: engine._idle_work is not None and engine._idle_work.done())
 
     third = await engine.encode(packed(config, 1, 2), "pooled", ())
 
@@ -86,14 +87,14 @@ async def test_no_capture_begins_while_a_batch_waits_until_it_is_overdue(
         await asyncio.gather(batches(3), batches(3))
 
     during = list[int]()
-    idle = engine._encoder.graphs.idle
+    idle = engine._encoder.idle
     monkeypatch.setattr(
-        engine._encoder.graphs, "idle", lambda: during.append(engine._num_batches) or idle()
+        engine._encoder, "idle", lambda: during.append(engine._num_batches) or idle()
     )
     await constant_load()
     await until(lambda: no_work(engine))
     assert set(during) == {0}
-    assert engine.graph_stats().captures == 3
+    assert engine._encoder.graphs.stats().captures == 3
 
     engine._thread.submit(engine._encoder.graphs.release).result()
     during.clear()
@@ -112,7 +113,7 @@ async def test_idle_work_that_fails_is_logged_and_batches_are_served(
     def fail(*_: Any) -> None:
         raise LookupError("a kernel library's own error")
 
-    monkeypatch.setattr(engine._encoder.graphs._maker, "make", fail)
+    monkeypatch.setattr(GraphMaker, "make", fail)
 
     for _ in range(3):
         await engine.encode(packed(config, 1), "pooled", ())
@@ -165,7 +166,7 @@ def test_the_encoder_gives_the_same_bits_with_graphs_and_without(config: Encoder
 
     for _ in range(3):
         rows = encoder.encode(batch)
-        while encoder.graphs.idle():
+        while encoder.idle():
             pass
         assert all(torch.equal(a, b) for a, b in zip(rows, eager.encode(batch), strict=True))
 
