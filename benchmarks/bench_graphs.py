@@ -13,7 +13,7 @@ Four cases on the tower of Qwen3-VL-32B with random weights, bf16:
 
 The last line of stdout is one JSON document.
 
-usage: python benchmarks/bench_graphs.py [--attention auto] [--write NAME]
+usage: python benchmarks/bench_graphs.py [--attention auto] [--only CASE] [--write NAME]
 """
 
 import argparse
@@ -52,7 +52,7 @@ SEED_LAYOUTS = [
 ]  # fmt: skip
 SEED_BYTES_PER_PATCH = 7 * 1024
 LARGEST = 8 * 12_800
-MIXES = 125
+MIXES = 100
 REBUILDS = 3
 
 
@@ -302,14 +302,16 @@ def main() -> None:
     """Measure, write the results if asked to, print one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--only", choices=["replay", "memory", "sweep", "trace"])
     parser.add_argument("--write", type=Path, help="results file without suffix: .md and .json")
     options = parser.parse_args()
     bench, rows = Bench(options.attention), list[dict[str, Any]]()
-    cases = [replay, replay, replay, memory, sweep, trace]
-    arguments: list[tuple[Any, ...]] = [(1,), (2,), (4,), (), (), ()]
-    for case, extra in zip(cases, arguments, strict=True):
+    cases = [(replay, 1), (replay, 2), (replay, 4), (memory,), (sweep,), (trace,)]
+    for case, *arguments in cases:
+        if options.only not in (None, case.__name__):
+            continue
         random.seed(0)
-        rows.append(case(bench, *extra))
+        rows.append(case(bench, *arguments))
         sys.stderr.write(f"{json.dumps(rows[-1])}\n")
         torch.cuda.empty_cache()
     about = conditions(bench.device, "qwen3-vl", bench.forward.backend.name)

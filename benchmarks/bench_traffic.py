@@ -40,7 +40,6 @@ NAMED_SIZES: list[Size] = [
 ]  # fmt: skip
 SMALL_PATCHES = 1024
 """Of each image of the batches whose wall time has to fall by a quarter."""
-INVARIANT_BATCHES = 2000
 POOL = 96
 """Different images that the invariant batches are made of."""
 

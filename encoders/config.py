@@ -102,7 +102,9 @@ class GraphSettings(Settings):
         description="exact: one graph per list of segment lengths; budget: one per step of a "
         "ladder of patches that batches are padded to, where that gives eager's bits, else exact",
     )
-    graph_capacity: PositiveInt = Field(32, description="graphs kept; the least recent leaves")
+    graph_capacity: PositiveInt = Field(
+        64, description="graphs kept, at about 1 MiB each; the least recently used leaves"
+    )
     admission: Literal["always", "second_sight", "gain"] = Field(
         "gain",
         description="when a key gets its graph: at once; seen again; that, and if it is faster",

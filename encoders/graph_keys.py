@@ -12,7 +12,11 @@ GraphMode = Literal["off", "exact", "budget"]
 LADDER_STEP = 1.125
 """Budgets rise by this factor: a batch is padded by an eighth at most, by 7 % on average."""
 SMALLEST_BUDGET = 64
-FEWEST_SLOTS = 4
+FEWEST_SLOTS = 8
+FEW_SLOTS = 16
+"""Up to so many slots `max_seqlen` is the whole budget: what that launches in vain is 2 % of a large
+batch (docs/graphs.md), and every class of it would be a graph of its own.
+"""
 LEAST_MAX_SEQLEN = 256
 
 
@@ -73,9 +77,12 @@ class Planner(NamedTuple):
         padding = patches - layout.num_patches
         slots = next(n for n in self.slots() if n >= layout.num_images + (padding > 0))
         padded = with_padding(layout, padding, slots, self.merge_size)
-        max_seqlen = LEAST_MAX_SEQLEN
-        while max_seqlen < max(padded.seqlens):
-            max_seqlen *= 2
+        if slots <= FEW_SLOTS:
+            max_seqlen = patches + layout.num_prefix
+        else:
+            max_seqlen = LEAST_MAX_SEQLEN
+            while max_seqlen < max(padded.seqlens):
+                max_seqlen *= 2
         key = GraphKey("budget", call.output, (patches, slots, max_seqlen))
         return Plan(key, padded, max_seqlen)
 

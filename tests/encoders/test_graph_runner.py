@@ -430,7 +430,7 @@ def test_more_images_or_more_patches_are_another_budget() -> None:
     rig = Rig(graph_mode="budget", max_patches=256, max_images=16)
     rig.capture(rig.call((5, 6)))
 
-    assert rig.hits(rig.call((5, 13)), rig.call(*[(1, 2)] * 4)) == 0
+    assert rig.hits(rig.call((5, 13)), rig.call(*[(1, 2)] * 8)) == 0
 
 
 @pytest.mark.parametrize("output", ["pooled", "patch"])
