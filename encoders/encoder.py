@@ -26,15 +26,15 @@ class Encoder:
     """One tower on one device. Not thread-safe: one engine thread calls it."""
 
     def __init__(self, config: EncoderConfig, forward: Forward) -> None:
-        """Captures what the graph profile names, and makes sure of what is promised of bits.
+        """Captures what the graph profile names, or else what any traffic will need.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` if what is promised of bits cannot be kept.
         """
         self.config = config
         graphs = config.graphs.overridden(os.environ)
         self.graphs = GraphRunner.on(forward, graphs)
         self._profile = GraphProfile(graphs.profile, forward.tower.num_prefix)
-        self.graphs.capture_now(self._profile.read())
+        self.graphs.capture_now(self._profile.read() or self.graphs.usual_calls())
         self._dtype = DTYPES[config.dtype]
         self._device = forward.device
         self._tower = tower = forward.tower

@@ -14,9 +14,11 @@ LADDER_STEP = 1.125
 SMALLEST_BUDGET = 64
 FEWEST_SLOTS = 8
 FEW_SLOTS = 16
-"""Up to so many slots `max_seqlen` is the whole budget: what that launches in vain is 2 % of a large
-batch (docs/graphs.md), and every class of it would be a graph of its own.
+"""Up to so many slots `max_seqlen` is the whole budget: what that launches in vain is some 2 % of a
+large batch, and every class of it would be a graph of its own.
 """
+USUAL_PATCHES = 4096
+"""Above, a graph hardly gains; budgets up to here are captured before anything was seen."""
 LEAST_MAX_SEQLEN = 256
 
 
@@ -105,6 +107,13 @@ class Planner(NamedTuple):
                     others.append(Call(layout, call.output))
         fitting = [other for other in others if self.budget_plan(other).key == plan.key]
         return [call, *fitting, call]
+
+    def usual_calls(self, num_prefix: int) -> list[Call]:
+        """Calls for the budgets that any traffic will need; none for exact layouts."""
+        steps = [step for step in self.ladder() if step <= USUAL_PATCHES]
+        grids = [(1, self.merge_size, step // self.merge_size) for step in steps]
+        layouts = [PackedLayout.of([grid], num_prefix) for grid in grids]
+        return [Call(layout, "pooled") for layout in layouts] if self.mode == "budget" else []
 
     def ladder(self) -> tuple[int, ...]:
         """Budgets in patches, rising; the last is the largest batch that is admitted."""

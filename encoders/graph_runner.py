@@ -137,6 +137,11 @@ class GraphRunner:
         """What can be replayed now; None if nothing ever will."""
         return None if self._store is None else self._store.digest()
 
+    def usual_calls(self) -> list[Call]:
+        """What to capture before anything was seen."""
+        num_prefix = self._forward.tower.num_prefix
+        return [] if self._store is None else self._store.usual_calls(num_prefix)
+
     def hottest(self) -> list[Call]:
         """What has a graph, most recently used first."""
         graphs = [] if self._store is None else self._store.graphs()

@@ -84,6 +84,10 @@ class GraphStore:
             if plan.key not in self._cache:
                 self._admission.queue[plan.key] = call
 
+    def usual_calls(self, num_prefix: int) -> list[Call]:
+        """What any traffic will need, as many as graphs are kept."""
+        return self._planner.usual_calls(num_prefix)[: self._settings.graph_capacity]
+
     def graphs(self) -> list[CapturedGraph]:
         """Every graph that can be replayed, most recently used first."""
         return self._cache.graphs()

@@ -547,6 +547,16 @@ def test_a_profile_brings_the_hottest_graphs_before_the_first_batch(tmp_path: Pa
     assert cold.runner.hottest()[0].output == "patch"
 
 
+def test_without_a_profile_the_usual_budgets_are_there_before_the_first_batch() -> None:
+    rig = Rig(graph_mode="budget", max_patches=512, graph_capacity=8)
+
+    rig.runner.capture_now(rig.runner.usual_calls())
+
+    assert rig.hits(rig.call((8, 8)), rig.call((3, 3), (2, 2)), rig.call((9, 10))) == 3
+    assert rig.runner.stats().graphs == 8
+    assert Rig(graph_mode="exact").runner.usual_calls() == []
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '[{"grid_thw": [[1, 2, 3]], "output": "x"}]'])
 def test_a_spoilt_profile_is_left_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "hot.json"
