@@ -21,6 +21,15 @@ def publish(stats: GraphStats, published: GraphStats) -> None:
             stats.short_of_memory - published.short_of_memory,
         ),
         (counter("encoder_graph_mismatches_total"), stats.mismatches - published.mismatches),
+        (counter("encoder_graph_no_gain_total"), stats.no_gain - published.no_gain),
+        (
+            counter("encoder_graph_shadow_checks_total"),
+            stats.shadow_checks - published.shadow_checks,
+        ),
+        (
+            counter("encoder_graph_shadow_mismatches_total"),
+            stats.shadow_mismatches - published.shadow_mismatches,
+        ),
         (counter("encoder_graph_evictions_total"), stats.evictions - published.evictions),
         (counter("encoder_graph_rebuilds_total"), stats.rebuilds - published.rebuilds),
     ):
