@@ -14,7 +14,16 @@ from encoders import errors
 from encoders.config import EncoderConfig, Settings
 from serve_app import decoding, metrics, waiting
 from serve_app.budget import ByteBudget
-from serve_app.service import Embedding, EncoderSlot, EncoderSlots, ImageItem, Stats, deadline
+from serve_app.service import (
+    POOLED,
+    Embedding,
+    EncoderSlot,
+    EncoderSlots,
+    ImageItem,
+    Stats,
+    Wanted,
+    deadline,
+)
 from serve_app.waiting import BatchLimits, Waiting, WaitingImages
 
 T = TypeVar("T")
@@ -56,7 +65,9 @@ class Batcher:
         self._leasing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
+    ) -> list[Embedding]:
         """One embedding per image, in order. Raises an `EncoderError` that names the item.
 
         What is not done in `timeout_s` is given up, and costs no encoder time after that.
@@ -64,14 +75,14 @@ class Batcher:
         num_bytes = sum(len(item.data) for item in images)
         with self._admitted(len(images), num_bytes):
             async with deadline(timeout_s, len(images)):
-                return await self._embed_all(images)
+                return await self._embed_all(images, wanted)
 
     async def answer(
-        self, images: Sequence[ImageItem], timeout_s: float
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
     ) -> list[Embedding] | errors.EncoderError:
         """`submit` for another process: Ray logs and sends a traceback with all that is raised."""
         try:
-            return await self.submit(images, timeout_s)
+            return await self.submit(images, timeout_s, wanted)
         except errors.EncoderError as error:
             return error
 
@@ -105,10 +116,10 @@ class Batcher:
         self._num_bytes += num_bytes
         metrics.gauge("encoder_admitted_images").set(self._num_images)
 
-    async def _embed_all(self, images: Sequence[ImageItem]) -> list[Embedding]:
+    async def _embed_all(self, images: Sequence[ImageItem], wanted: Wanted) -> list[Embedding]:
         headers = await in_thread(self._helper, decoding.read_headers, images, self._config.limits)
         tasks = [
-            asyncio.create_task(self._embed(item, 3 * header.num_pixels))
+            asyncio.create_task(self._embed(item, wanted, 3 * header.num_pixels))
             for item, header in zip(images, headers, strict=True)
         ]
         try:
@@ -117,7 +128,7 @@ class Batcher:
             for task in tasks:  # one bad item fails its request, so the others cost no more
                 task.cancel()
 
-    async def _embed(self, item: ImageItem, num_bytes: int) -> Embedding:
+    async def _embed(self, item: ImageItem, wanted: Wanted, num_bytes: int) -> Embedding:
         ticket = object()
         try:
             async with self._decoded.hold(num_bytes):  # until its row is here
@@ -125,7 +136,7 @@ class Batcher:
                 self._undecoded[ticket] = time.monotonic()
                 pixels, grid = await in_thread(self._cpu_pool, decoding.decode, item, self._config)
                 del self._undecoded[ticket]
-                return await self._encoded(Waiting(item.name, pixels, grid))
+                return await self._encoded(Waiting(item.name, pixels, grid, wanted))
         finally:
             self._undecoded.pop(ticket, None)
 
@@ -178,7 +189,11 @@ class Batcher:
         if batch:  # else everyone left while the slot was waited for
             packed = await in_thread(self._helper, waiting.pack, batch, self._config)
             self._waiting.observe(batch)
-            waiting.settle(batch, await slot.encode(packed))
+            dtypes = [image.wanted.dtype for image in batch]
+            rows = await slot.encode(packed, batch[0].wanted.output, dtypes)
+            # Patch rows are megabytes for each image, so they are read through in the thread.
+            bad = await in_thread(self._helper, waiting.count_not_finite, batch, rows)
+            waiting.settle(batch, rows, bad)
 
 
 async def in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:

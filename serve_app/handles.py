@@ -12,7 +12,18 @@ from ray.serve.handle import DeploymentHandle
 
 from encoders.errors import EncoderError, Overloaded, ReplicaLost
 from encoders.packing import PackedBatch
-from serve_app.service import Embedding, EncoderSlot, ImageItem, Rows, Stats, deadline
+from serve_app.service import (
+    POOLED,
+    Dtype,
+    Embedding,
+    EncoderSlot,
+    ImageItem,
+    Output,
+    Rows,
+    Stats,
+    Wanted,
+    deadline,
+)
 
 MAX_RETRIES = 2
 """Times that a request is submitted again after its Batcher went away."""
@@ -42,19 +53,23 @@ class BatcherHandle:
 
     handle: DeploymentHandle[Any]
 
-    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
+    ) -> list[Embedding]:
         """One embedding per image, in order. A Batcher that dies is replaced by another."""
         async with deadline(timeout_s, len(images)):
             for _ in range(MAX_RETRIES):
                 try:
-                    return await self._submit(images, timeout_s)
+                    return await self._submit(images, timeout_s, wanted)
                 except ReplicaLost:
                     continue
-            return await self._submit(images, timeout_s)
+            return await self._submit(images, timeout_s, wanted)
 
-    async def _submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def _submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted
+    ) -> list[Embedding]:
         with unwrapped():
-            response = self.handle.answer.remote(images, timeout_s)
+            response = self.handle.answer.remote(images, timeout_s, wanted)
             try:
                 answer: list[Embedding] | EncoderError = await response
             except asyncio.CancelledError:
@@ -103,5 +118,7 @@ class _Slot:
     handle: DeploymentHandle[Any]
     selection: Any  # its type is private to Ray
 
-    async def encode(self, batch: PackedBatch) -> Rows:
-        return await self.handle.dispatch(self.selection, batch)
+    async def encode(
+        self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
+    ) -> Sequence[Rows] | Rows:
+        return await self.handle.dispatch(self.selection, batch, output, dtypes)

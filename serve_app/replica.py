@@ -4,21 +4,23 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import ray
 import torch
 from ray._private.worker import global_worker
+from torch import Tensor
 
 from encoders.config import EncoderConfig
-from encoders.encoder import Encoder
+from encoders.encoder import DTYPES, Encoder
 from encoders.packing import PackedBatch, num_patches
 from serve_app import metrics
 from serve_app.canary import canary_batch
 from serve_app.logs import speak_up
-from serve_app.service import Rows, Stats
+from serve_app.service import Dtype, Output, Rows, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,14 @@ class EncoderReplica:
         self._encoder = self._engine.submit(Encoder.load, config, device).result()
         self._engine.submit(self._encode, self._canary).result()
 
-    async def encode(self, batch: PackedBatch) -> Rows:
-        """One row per image, in order of arrival."""
+    async def encode(
+        self, batch: PackedBatch, output: Output = "pooled", dtypes: Sequence[Dtype] = ()
+    ) -> Sequence[Rows] | Rows:
+        """One array per image, in order of arrival, each in its own dtype: float32 if none is."""
         with self._counted(batch):
             # The engine thread alone touches the device; the loop stays free for health checks.
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._engine, self._encode, batch)
+            return await loop.run_in_executor(self._engine, self._encode, batch, output, dtypes)
 
     async def check_health(self) -> None:
         """Raise if a batch has been here too long; when idle, see whether the canary sings.
@@ -73,9 +77,17 @@ class EncoderReplica:
                 logger.warning("a slot is free again: no batch came for it in %.0f s", now - since)
                 await ray.get_runtime_context().current_actor.release_slot.remote(token)
 
-    def _encode(self, batch: PackedBatch) -> Rows:
+    def _encode(
+        self, batch: PackedBatch, output: Output = "pooled", dtypes: Sequence[Dtype] = ()
+    ) -> Sequence[Rows] | Rows:
+        dtypes = dtypes or ["float32"] * batch.layout.num_images
+        # Of several, the widest: narrowed from it on the host, a value has the same bits.
+        common = dtypes[0] if len(set(dtypes)) == 1 else "float32"
         with metrics.timed("encoder_forward_ms"):
-            return torch.stack(self._encoder.encode(batch)).numpy()
+            results = self._encoder.encode(batch, output, common)
+        if output == "pooled" and set(dtypes) == {"float32"}:
+            return torch.stack(results).numpy()  # travels as one object
+        return [as_rows(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
     @contextmanager
     def _counted(self, batch: PackedBatch) -> Iterator[None]:
@@ -89,6 +101,14 @@ class EncoderReplica:
         finally:
             del self._outstanding[ticket]
             gauge.set(sum(n for _, n in self._outstanding.values()))
+
+
+def as_rows(result: Tensor, dtype: Dtype) -> Rows:
+    """A host tensor as NumPy's array of that type; of bfloat16, the bits."""
+    result = result.to(DTYPES[dtype])
+    if dtype == "bfloat16":
+        return result.view(torch.int16).numpy().view(np.uint16)
+    return result.numpy()
 
 
 def held_slots() -> frozenset[str]:

@@ -88,4 +88,4 @@ def shorten(embedding: Embedding, dimensions: int, *, normalize: bool) -> Embedd
     values = embedding.values[:dimensions]
     if normalize:
         values = values / max(float(np.linalg.norm(values)), 1e-12)
-    return Embedding(values, embedding.num_patches)
+    return Embedding(values, embedding.grid_thw)

@@ -4,15 +4,20 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
-from encoders.packing import PackedBatch
+from encoders.packing import GridTHW, PackedBatch, num_patches
 
-Rows = npt.NDArray[np.float32]
+Output = Literal["pooled", "patch"]
+"""One row per image, or the rows that its patches became."""
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+Rows = npt.NDArray[Any]
+"""float32, float16, or the bits of bfloat16 as uint16: NumPy has no type for these."""
 
 
 class ImageItem(NamedTuple):
@@ -22,12 +27,27 @@ class ImageItem(NamedTuple):
     data: bytes
 
 
+class Wanted(NamedTuple):
+    """What a request wants of each of its images, and as what."""
+
+    output: Output = "pooled"
+    dtype: Dtype = "float32"
+
+
+POOLED = Wanted()
+
+
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What became of one image: float32 [dimensions], and the patches it took."""
+    """What became of one image: [dimensions] or [rows, width], and the patches that it took."""
 
     values: Rows
-    num_patches: int
+    grid_thw: GridTHW
+
+    @property
+    def num_patches(self) -> int:
+        """Patches that the tower saw; patch output may have fewer rows."""
+        return num_patches(self.grid_thw)
 
 
 Stats = dict[str, float]
@@ -50,7 +70,9 @@ async def deadline(timeout_s: float, num_images: int) -> AsyncIterator[None]:
 class ImageService(Protocol):
     """Turns images into embeddings."""
 
-    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
+    ) -> list[Embedding]:
         """One embedding per image, in order. Raises an `EncoderError` that names the item.
 
         What is not done in `timeout_s` is given up, and costs no encoder time after that.
@@ -69,8 +91,10 @@ class ImageService(Protocol):
 class EncoderSlot(Protocol):
     """The right to have one batch on one encoder."""
 
-    async def encode(self, batch: PackedBatch) -> Rows:
-        """One row per image, in order of arrival."""
+    async def encode(
+        self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
+    ) -> Sequence[Rows] | Rows:
+        """One array per image, in order of arrival, each in its own dtype."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from encoders.errors import InvalidImage
 from encoders.packing import GridTHW, PackedBatch, Pixels, num_patches
 from encoders.sizes import NUM_PREFIX
 from serve_app.metrics import counter, histogram
-from serve_app.service import Embedding, Rows
+from serve_app.service import POOLED, Embedding, Output, Rows, Wanted
 
 
 class BatchLimits(Settings):
@@ -32,6 +32,7 @@ class Waiting:
     name: str
     pixels: Pixels
     grid: GridTHW
+    wanted: Wanted = POOLED
     future: asyncio.Future[Embedding] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -39,31 +40,32 @@ class Waiting:
 
 
 class WaitingImages:
-    """A queue of images, first come first served, from which batches are cut."""
+    """Images, first come first served, from which batches are cut, each of one output kind."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
-        self._images: deque[Waiting] = deque()
+        self._queues: defaultdict[Output, deque[Waiting]] = defaultdict(deque)
 
     def __len__(self) -> int:
-        return len(self._images)
+        return sum(map(len, self._queues.values()))
 
     def append(self, image: Waiting) -> None:
         """Put an image last."""
-        self._images.append(image)
+        self._queues[image.wanted.output].append(image)
 
     def take(self) -> list[Waiting]:
-        """Cut the next batch. An image that does not fit waits at the front."""
+        """Cut the next batch, of the kind that waits longest. What does not fit stays in front."""
         limits, batch, patches, num_bytes = self._limits, list[Waiting](), 0, 0
-        while self._images and len(batch) < limits.max_images:
-            image = self._images[0]
+        images = min(filter(None, self._queues.values()), key=lambda x: x[0].since, default=deque())
+        while images and len(batch) < limits.max_images:
+            image = images[0]
             if not image.future.done():  # a caller that left costs no encoder time
                 patches += num_patches(image.grid)
                 num_bytes += image.pixels.nbytes
                 if batch and (patches > limits.max_patches or num_bytes > limits.max_bytes):
                     break
                 batch.append(image)
-            self._images.popleft()
+            images.popleft()
         return batch
 
     def observe(self, batch: Sequence[Waiting]) -> None:
@@ -90,19 +92,30 @@ def pack(batch: Sequence[Waiting], config: EncoderConfig) -> PackedBatch:
     return PackedBatch.of(pixels, grids, NUM_PREFIX[config.family])
 
 
-def settle(batch: Sequence[Waiting], rows: Rows) -> None:
-    """Give each caller its row; a row with NaN or infinity is that image's error alone."""
+def num_not_finite(rows: Rows) -> int:
+    """How many values are NaN or infinite."""
+    if rows.dtype == np.uint16:  # bfloat16's bits: its exponent is all ones
+        return int(np.count_nonzero(rows & 0x7F80 == 0x7F80))
+    return rows.size - int(np.count_nonzero(np.isfinite(rows)))
+
+
+def count_not_finite(batch: Sequence[Waiting], rows: Sequence[Rows] | Rows) -> list[int]:
+    """Of each image's rows. Raises `ValueError` if not every image has some."""
     if len(rows) != len(batch):  # whose row is missing cannot be known: nobody gets one
         raise ValueError(f"{len(rows)} rows came for {len(batch)} images")
+    return [num_not_finite(row) for row in rows]
+
+
+def settle(batch: Sequence[Waiting], rows: Sequence[Rows] | Rows, bad: Sequence[int]) -> None:
+    """Give each caller its rows; those with NaN or infinity are that image's error alone."""
     counter("encoder_images_total").inc(len(batch))
     counter("encoder_patches_total").inc(sum(num_patches(image.grid) for image in batch))
-    for image, row in zip(batch, rows, strict=True):
+    for image, row, count in zip(batch, rows, bad, strict=True):
         if image.future.done():
             continue  # the caller left while the batch ran
-        if np.isfinite(row).all():
-            image.future.set_result(Embedding(row, num_patches(image.grid)))
+        if not count:
+            image.future.set_result(Embedding(row, image.grid))
         else:
-            count = np.count_nonzero(~np.isfinite(row))
             error = InvalidImage(f"{count} of {row.size} values of the embedding are not finite")
             image.future.set_exception(error.named(image.name))
 

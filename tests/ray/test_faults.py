@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -333,11 +334,11 @@ POISON = (1, 2, 3)
 class Hangs(EncoderReplica):
     """An encoder whose engine never returns from a batch with a certain image in it."""
 
-    def _encode(self, batch: PackedBatch) -> Rows:
+    def _encode(self, batch: PackedBatch, *wanted: Any) -> Rows:
         pixels = batch.pixels.reshape(-1, 3)
         if (pixels == POISON).all(1).any():
             threading.Event().wait()
-        return super()._encode(batch)
+        return super()._encode(batch, *wanted)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ EMBEDDINGS, IMAGES = "/v1/embeddings", "/v1/images/embeddings"
 def embedding(data: bytes) -> Embedding:
     """What the service below makes of any bytes: a unit vector, and their number as patches."""
     values = np.random.default_rng(zlib.crc32(data)).standard_normal(WIDTH)
-    return Embedding((values / np.linalg.norm(values)).astype(np.float32), len(data))
+    return Embedding((values / np.linalg.norm(values)).astype(np.float32), (1, 1, len(data)))
 
 
 class Service:
@@ -78,7 +78,7 @@ class MeanSlots:
     async def lease(self) -> AsyncIterator["MeanSlots"]:
         yield self
 
-    async def encode(self, batch: PackedBatch) -> Rows:
+    async def encode(self, batch: PackedBatch, *_: Any) -> Rows:
         rows = np.zeros((batch.layout.num_images, WIDTH), np.float32)
         sizes = [height * width * 3 for height, width in batch.sizes]
         images = np.split(batch.pixels, np.cumsum(sizes)[:-1])

@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ class Slots:
                 raise self.lease_error
             yield self
 
-    async def encode(self, batch: PackedBatch) -> Rows:
+    async def encode(self, batch: PackedBatch, *_: Any) -> Rows:
         rows = mean_colours(batch)
         self.batches.append([tuple(int(value) for value in row) for row in rows])
         await self.go.wait()

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ class Observed(EncoderReplica):
         self.error: Exception | None = None
         super().__init__(config, "cpu", hang_after_s)
 
-    def _encode(self, batch: PackedBatch) -> Rows:
+    def _encode(self, batch: PackedBatch, *wanted: Any) -> Rows:
         self.encoded.append(batch.layout.num_images)
         self.threads.add(threading.current_thread().name)
         self.num_running += 1
@@ -40,7 +41,7 @@ class Observed(EncoderReplica):
             assert self.go.wait(30)
             if self.error is not None:
                 raise self.error
-            return super()._encode(batch)
+            return super()._encode(batch, *wanted)
         finally:
             self.num_running -= 1
 
@@ -76,7 +77,7 @@ def test_a_replica_encodes_the_canary_before_it_exists(config: EncoderConfig) ->
 
 def test_a_replica_whose_engine_fails_the_canary_does_not_exist(config: EncoderConfig) -> None:
     class Broken(EncoderReplica):
-        def _encode(self, batch: PackedBatch) -> Rows:
+        def _encode(self, batch: PackedBatch, *wanted: Any) -> Rows:
             raise RuntimeError("no kernel image")
 
     with pytest.raises(RuntimeError, match="no kernel image"):

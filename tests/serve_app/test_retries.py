@@ -4,6 +4,7 @@ import asyncio
 import io
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ class Slots:
                 raise self.lease_errors.pop(0)
             yield self
 
-    async def encode(self, batch: PackedBatch) -> Rows:
+    async def encode(self, batch: PackedBatch, *_: Any) -> Rows:
         rows = np.zeros((batch.layout.num_images, 1), np.float32)
         sizes = [height * width * 3 for height, width in batch.sizes]
         images = np.split(batch.pixels, np.cumsum(sizes)[:-1])

@@ -17,7 +17,7 @@ def parse(**fields: Any) -> EmbeddingsRequest:
 
 
 def embedding(*values: float, num_patches: int = 1) -> Embedding:
-    return Embedding(np.array(values, np.float32), num_patches)
+    return Embedding(np.array(values, np.float32), (1, 1, num_patches))
 
 
 def test_an_input_alone_is_a_request_for_floats_of_full_width() -> None:
@@ -80,7 +80,7 @@ def random_rows(seed: int, num_rows: int) -> Rows:
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 def test_a_reply_carries_every_float32_exactly_and_in_order(encoding: str) -> None:
     rows = random_rows(0, 5)
-    embeddings = [Embedding(row, 1) for row in rows]
+    embeddings = [Embedding(row, (1, 1, 1)) for row in rows]
 
     reply = json.loads(EmbeddingsReply.of(embeddings, "m", encoding).model_dump_json())
 
