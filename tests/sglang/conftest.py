@@ -1,0 +1,107 @@
+"""The service over real HTTP in this process, with a tiny tower, and receivers for its messages."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+import zmq
+
+from encoders import EncoderConfig
+from encoders.encoder import Encoder
+from serve_app.app import SLOTS
+from serve_app.args import AppArgs
+from serve_app.ingress import Ingress
+from serve_app.local import fused_service
+from tests.sglang.receiver import Receiver
+from tests.tiny import write_tiny_qwen3_vl
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The YAML of a tower with deepstack that takes a millisecond."""
+    return write_tiny_qwen3_vl(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def encoder(tiny: Path) -> Encoder:
+    """The same, bare: what it gives is right."""
+    return Encoder.load(EncoderConfig.load(str(tiny)))
+
+
+@contextmanager
+def running(tiny: Path, **settings: Any) -> Iterator[str]:
+    """The URL of a whole service in this process, without Ray."""
+    sglang = settings.pop("sglang", {})
+    args = AppArgs.model_validate(
+        {"encoder": str(tiny), "topology": "fused", "device": "cpu", "sglang": sglang} | settings
+    )
+    config = EncoderConfig.load(args.encoder)
+    service = partial(fused_service, args, config, SLOTS)
+    ingress = Ingress(service, config, args.api, args.sglang)
+    app = ingress.__serve_build_asgi_app__()
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def serve(tiny: Path) -> Iterator[Serve]:
+    """Starts services with given settings, which end with the test."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(running(tiny, **settings))
+
+
+@pytest.fixture(scope="session")
+def served(tiny: Path) -> Iterator[str]:
+    """A service with the defaults, for every test that leaves it as it was."""
+    with running(tiny) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def zmq_context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(0)
+
+
+@pytest.fixture
+def receivers(zmq_context: zmq.Context) -> Iterator[Iterator[Receiver]]:
+    """As many as are asked for."""
+    made = list[Receiver]()
+
+    def more() -> Iterator[Receiver]:
+        while True:
+            made.append(Receiver(zmq_context))
+            yield made[-1]
+
+    yield more()
+    for receiver in made:
+        receiver.close()
+
+
+@pytest.fixture
+def receiver(receivers: Iterator[Receiver]) -> Receiver:
+    return next(receivers)
+
+
+@pytest.fixture
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=60) as client:
+        yield client
