@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-import zmq
 
 from encoders import EncoderConfig
 from encoders.encoder import Encoder
@@ -18,7 +17,7 @@ from serve_app.app import SLOTS
 from serve_app.args import AppArgs
 from serve_app.ingress import Ingress
 from serve_app.local import fused_service
-from tests.sglang.receiver import Receiver
+from tests.sglang.receiver import Receiver, many
 from tests.tiny import write_tiny_qwen3_vl
 
 Serve = Callable[..., str]
@@ -36,18 +35,29 @@ def encoder(tiny: Path) -> Encoder:
     return Encoder.load(EncoderConfig.load(str(tiny)))
 
 
-@contextmanager
-def running(tiny: Path, **settings: Any) -> Iterator[str]:
-    """The URL of a whole service in this process, without Ray."""
-    sglang = settings.pop("sglang", {})
-    args = AppArgs.model_validate(
-        {"encoder": str(tiny), "topology": "fused", "device": "cpu", "sglang": sglang} | settings
-    )
+def make_ingress(tiny: Path, **settings: Any) -> Ingress:
+    """All tiers in one object, without Ray."""
+    common = {"encoder": str(tiny), "topology": "fused", "device": "cpu", "sglang": {}}
+    args = AppArgs.model_validate(common | settings)
     config = EncoderConfig.load(args.encoder)
     service = partial(fused_service, args, config, SLOTS)
-    ingress = Ingress(service, config, args.api, args.sglang)
-    app = ingress.__serve_build_asgi_app__()
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
+    return Ingress(service, config, args.api, args.sglang)
+
+
+@contextmanager
+def running(tiny: Path, **settings: Any) -> Iterator[str]:
+    """The URL of a whole service in this process."""
+    with listening(make_ingress(tiny, **settings).__serve_build_asgi_app__()) as url:
+        yield url
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The URL of an ASGI app on a port of loopback."""
+    config = uvicorn.Config(
+        app, port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5
+    )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -74,26 +84,11 @@ def served(tiny: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session")
-def zmq_context() -> Iterator[zmq.Context]:
-    context = zmq.Context()
-    yield context
-    context.destroy(0)
-
-
 @pytest.fixture
-def receivers(zmq_context: zmq.Context) -> Iterator[Iterator[Receiver]]:
+def receivers() -> Iterator[Iterator[Receiver]]:
     """As many as are asked for."""
-    made = list[Receiver]()
-
-    def more() -> Iterator[Receiver]:
-        while True:
-            made.append(Receiver(zmq_context))
-            yield made[-1]
-
-    yield more()
-    for receiver in made:
-        receiver.close()
+    with many() as made:
+        yield made
 
 
 @pytest.fixture

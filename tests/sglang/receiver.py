@@ -7,6 +7,7 @@ import enum
 import io
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,3 +129,19 @@ class Receiver:
     def close(self) -> None:
         """Give the port back."""
         self._socket.close(0)
+
+
+@contextmanager
+def many() -> Iterator[Iterator[Receiver]]:
+    """As many receivers as are asked for, by `next`, until the end of the block."""
+    context, made = zmq.Context(), list[Receiver]()
+
+    def more() -> Iterator[Receiver]:
+        while True:
+            made.append(Receiver(context))
+            yield made[-1]
+
+    yield more()
+    for receiver in made:
+        receiver.close()
+    context.term()
