@@ -3,9 +3,11 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,11 @@ from tests.sglang.conftest import listening
 from tests.sglang.parts import body, png, registration, right
 from tests.sglang.receiver import Message, Receiver, many
 from tests.sglang.test_bootstrap import BootstrapServer
-from tests.sglang.test_tokenizer import CLOSE
+from tests.sglang.test_tokenizer import CLOSE, FAILS_WITHIN_S
 from tests.tiny import write_tiny_qwen3_vl
 
 APP = "sglang"
+TIERS = ("Ingress", "Batcher", "Encoder")
 Json = dict[str, Any]
 
 
@@ -152,23 +155,24 @@ async def test_an_encoder_that_is_killed_in_the_middle_costs_no_message(
 ) -> None:
     await until(lambda: num_running(APP, "Encoder") == 2)
     receiver = next(receivers)
-    large = [png(seed, (1400, 1400)) for seed in range(8)]
+    large = [png(seed, (1000, 1000)) for seed in range(8)]
     bodies = [body([image], receiver, f"k{i}") for i, image in enumerate(large)]
     async with client() as http:
         calls = [asyncio.create_task(post(http, f"{app_url}/encode", x)) for x in bodies]
-        busy = num_ongoing
-        await until(lambda: busy(APP, "Encoder") >= 2)
+        await until(lambda: num_ongoing(APP, "Encoder") >= 3)  # two slots each: both are busy
         victim = min(pids(APP, "Encoder"))
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         statuses = await asyncio.gather(*calls)
+        took = time.monotonic() - killed
 
     assert set(statuses) == {200}
     messages = await asyncio.to_thread(lambda: [receiver.take() for _ in bodies])
     assert len({x.data.req_id for x in messages}) == len(bodies)
     assert all(x.rows is not None for x in messages)
     assert list(receiver.rest()) == []
-    print(f"all {len(bodies)} parts were sent {time.monotonic() - killed:.1f} s after the kill")
+    print(f"all {len(bodies)} parts were sent {took:.1f} s after the kill")
+    assert took < FAILS_WITHIN_S
     await until(lambda: num_running(APP, "Encoder") == 2)
 
 
@@ -180,44 +184,53 @@ async def test_200_calls_at_once_give_200_messages_and_memory_stays_flat(
     images = [png(seed, (64 + seed % 40, 64 + seed % 24)) for seed in range(800)]
     expected = await asyncio.to_thread(lambda: [right(encoder, image) for image in images])
     used = list[dict[int, int]]()
-    slowest_health = 0.0
-    for round in range(4):
-        receiver = next(receivers)
-        calls = [body(images[4 * i : 4 * i + 4], receiver, f"{round}-{i}") for i in range(200)]
-        async with client() as http:
-            tasks = [asyncio.create_task(post(http, f"{app_url}/encode", x)) for x in calls]
-            with ThreadPoolExecutor(1) as pool:
-                taken = asyncio.get_running_loop().run_in_executor(
-                    pool, lambda receiver=receiver: [receiver.take() for _ in range(200)]
+    with ThreadPoolExecutor(2) as pool, probing(f"{app_url}/health") as health_took:
+        for turn in range(4):
+            receiver = next(receivers)
+            calls = [body(images[4 * i : 4 * i + 4], receiver, f"{turn}-{i}") for i in range(200)]
+            taken = pool.submit(lambda receiver=receiver: [receiver.take() for _ in range(200)])
+            async with client() as http:
+                statuses = await asyncio.gather(
+                    *(post(http, f"{app_url}/encode", x) for x in calls)
                 )
-                while not all(task.done() for task in tasks):
-                    start = time.monotonic()
-                    assert (await http.get(f"{app_url}/health")).status_code == 200
-                    slowest_health = max(slowest_health, time.monotonic() - start)
-                    await asyncio.sleep(0.2)
-                messages = await taken
-        assert [task.result() for task in tasks] == [200] * 200
-        check(messages, expected, round)
-        assert list(receiver.rest()) == []
-        used.append(
-            {
-                pid: memory_mb(pid)
-                for tier in ("Ingress", "Batcher", "Encoder")
-                for pid in pids(APP, tier)
-            }
-        )
+            assert statuses == [200] * 200
+            check(await asyncio.wrap_future(taken), expected, turn)
+            assert list(receiver.rest()) == []
+            used.append({pid: memory_mb(pid) for tier in TIERS for pid in pids(APP, tier)})
 
     growth = {pid: used[-1][pid] - used[1][pid] for pid in used[-1]}
-    print(f"slowest /health {slowest_health:.2f} s, growth in MB from round 2 to 4: {growth}")
-    assert slowest_health < 2
+    print(f"/health: {len(health_took)} answers, slowest {max(health_took):.2f} s")
+    print(f"growth in MB from turn 2 to turn 4: {list(growth.values())}")
+    # The rule by which SGLang drops an encoder; here all tiers and the clients share two cores.
+    late = [took > 2 for took in health_took]
+    assert not any(all(late[i : i + 3]) for i in range(len(late)))
+    assert np.median(health_took) < 1
     assert max(growth.values()) < 40
 
 
-def check(messages: list[Message], expected: list[np.ndarray], round: int) -> None:
+@contextmanager
+def probing(url: str) -> Iterator[list[float]]:
+    """Asks again and again, as SGLang's health loop does; seconds that each answer took."""
+    end, took = threading.Event(), list[float]()
+
+    def probe() -> None:
+        while not end.wait(0.1):
+            start = time.monotonic()
+            assert httpx.get(url, timeout=30).status_code == 200
+            took.append(time.monotonic() - start)
+
+    with ThreadPoolExecutor(1) as pool:
+        probes = pool.submit(probe)
+        yield took
+        end.set()
+        probes.result()
+
+
+def check(messages: list[Message], expected: list[np.ndarray], turn: int) -> None:
     """Each of 200 parts has come once, with the rows of its four images."""
     by_id = {message.data.req_id: message for message in messages}
-    assert set(by_id) == {f"{round}-{i}_local_part_0" for i in range(200)}
+    assert set(by_id) == {f"{turn}-{i}_local_part_0" for i in range(200)}
     for i in range(200):
-        found = by_id[f"{round}-{i}_local_part_0"].images
+        found = by_id[f"{turn}-{i}_local_part_0"].images
         for rows, wanted in zip(found, expected[4 * i : 4 * i + 4], strict=True):
             np.testing.assert_allclose(rows, wanted, **CLOSE)

@@ -52,10 +52,10 @@ def running(tiny: Path, **settings: Any) -> Iterator[str]:
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """The URL of an ASGI app on a port of loopback."""
+def listening(app: Any, port: int = 0) -> Iterator[str]:
+    """The URL of an ASGI app on a port of loopback: this one, or any."""
     config = uvicorn.Config(
-        app, port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5
+        app, port=port, log_level="warning", ws="none", timeout_graceful_shutdown=5
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
