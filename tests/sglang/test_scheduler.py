@@ -4,14 +4,17 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import zmq
 
 from encoders.encoder import Encoder
-from tests.sglang.conftest import Serve
+from serve_app.sglang import slots
+from tests.sglang.conftest import Serve, make_ingress
 from tests.sglang.parts import body, png, registration, right
 from tests.sglang.receiver import Receiver
 from tests.sglang.test_tokenizer import CLOSE, FAILS_WITHIN_S
@@ -212,9 +215,56 @@ def test_calls_that_wait_for_receivers_hold_up_no_registration(
     ]
 
 
-async def test_an_address_in_brackets_is_ipv6(serve: Serve) -> None:
-    import zmq
+def test_calls_past_the_limit_are_refused_in_time_and_registrations_are_not(
+    serve: Serve,
+    http: httpx.Client,
+    receivers: Iterator[Receiver],
+    background: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slots, "MAX_CALLS", 2)
+    url = serve(sglang={"queue_for_s": 0.5})
+    ranks = [next(receivers) for _ in range(3)]
+    calls = [background.submit(encode, http, url, png(i), rid=f"l{i}") for i in range(2)]
+    for call in calls:
+        wait_until_waiting(http, url, call)
+    start = time.monotonic()
 
+    refused = encode(http, url, png(2), rid="l2")
+    for index, rank in enumerate(ranks):
+        register(http, url, rank, rid=f"l{index}")
+
+    assert time.monotonic() - start < FAILS_WITHIN_S
+    assert refused.status_code == 503
+    assert [call.result().status_code for call in calls] == [200, 200]
+    assert [rank.take().data.error_code for rank in ranks] == [None, None, 503]
+
+
+async def test_a_replica_that_drains_still_takes_registrations_for_what_it_has(
+    tiny: Path, receiver: Receiver
+) -> None:
+    ingress = make_ingress(tiny)
+    app = ingress.__serve_build_asgi_app__()
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http,
+    ):
+        call = asyncio.create_task(http.post("/encode", json=body([png(1)], None, rid="d")))
+        (await http.post("/v1/images/embeddings", content=png(2))).raise_for_status()
+        drain = asyncio.create_task(ingress.drain(60))
+        await asyncio.sleep(0)
+        refused = await http.post("/encode", json=body([png(1)], None, rid="new"))
+
+        taken = await http.post("/scheduler_receive_url", json=registration(receiver, "d"))
+
+        assert refused.status_code == 503
+        assert (await call).status_code == taken.status_code == 200
+        assert await drain == 0
+    assert (await asyncio.to_thread(receiver.take)).rows is not None
+
+
+async def test_an_address_in_brackets_is_ipv6(serve: Serve) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.PULL)
     socket.set(zmq.IPV6, 1)
