@@ -17,7 +17,7 @@ from serve_app.sglang.shared import end_with_app
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 3.0
 READY_TIMEOUT_S = 10.0
 """For an encoder's answer, before the first registration; then another is asked for."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection
+from contextvars import Context
 
 from encoders.errors import EncoderError, PeerTimeout
 from serve_app import metrics
@@ -47,9 +48,8 @@ class Delivery:
         finally:
             self._count_waiting(-1)
         if not known.complete:
-            await self._push_all(
-                (await self._receivers.fail(part.req_id, failed)).receivers, failed
-            )
+            known = await self._receivers.fail(part.req_id, failed)  # later ones hear of it too
+            await self._push_all(known.receivers, failed)
             found = f"{len(known.receivers)} of {known.total or 'unknown'} receivers"
             raise PeerTimeout(f"{found} registered for {part.req_id[:80]!r} in {timeout_s:g} s")
         await self._push_all(known.receivers, frames)
@@ -73,7 +73,8 @@ class Delivery:
             registration.req_id, registration.receive_count, receiver
         )
         if failed is not None:
-            task = asyncio.create_task(self._push_late(receiver, failed))
+            # In a context of its own: in the call's, Ray would cancel it when the caller leaves.
+            task = asyncio.create_task(self._push_late(receiver, failed), context=Context())
             self._late.add(task)  # the loop itself keeps only weak references
             task.add_done_callback(self._late.discard)
 

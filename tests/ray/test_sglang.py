@@ -105,6 +105,7 @@ async def test_calls_meet_their_registrations_whichever_replica_took_them(
         assert list(rank.rest()) == []
 
 
+@pytest.mark.slow
 async def test_a_registration_outlives_the_replica_that_took_it(
     app_url: str, receivers: Iterator[Receiver]
 ) -> None:
@@ -123,6 +124,7 @@ async def test_a_registration_outlives_the_replica_that_took_it(
     assert (await asyncio.to_thread(rank.take)).rows is not None
 
 
+@pytest.mark.slow
 async def test_health_is_quick_without_any_encoder_and_the_end_of_the_app_is_told(
     served: str, tiny: Path
 ) -> None:
