@@ -73,6 +73,25 @@ def configure(theirs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return with_backend
 
 
+@pytest.fixture
+def make(theirs: Any) -> Iterator[Any]:
+    """Makes receivers, and closes what they leave open."""
+    made = list[Any]()
+
+    def create(urls: list[str], scheduler: Any = None) -> Any:
+        made.append(
+            theirs.create_mm_receiver(
+                None, scheduler=scheduler, encode_urls=urls, transport_mode="http"
+            )
+        )
+        return made[-1]
+
+    yield create
+    for receiver in made:
+        receiver.context.destroy(0)
+        receiver.scheduler_context.destroy(0)
+
+
 def check(received: Any, theirs: Any, encoder: Encoder, images: list[bytes]) -> None:
     """All rows have come, in order, with the grids that they belong to."""
     rows = received.embedding[theirs.Modality.IMAGE]
@@ -87,10 +106,10 @@ def check(received: Any, theirs: Any, encoder: Encoder, images: list[bytes]) -> 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 async def test_the_tokenizers_receiver_takes_what_is_pushed(
-    served: str, theirs: Any, configure: Any, encoder: Encoder, count: int
+    served: str, theirs: Any, make: Any, configure: Any, encoder: Encoder, count: int
 ) -> None:
     configure("zmq_to_tokenizer")
-    receiver = theirs.create_mm_receiver(None, encode_urls=[served], transport_mode="http")
+    receiver = make([served])
     images = [png(seed, (64 + 30 * seed, 90)) for seed in range(count)]
     request = theirs.GenerateReqInput(text="what?", image_data=[data_uri(x) for x in images])
 
@@ -100,11 +119,11 @@ async def test_the_tokenizers_receiver_takes_what_is_pushed(
 
 
 async def test_parts_from_two_encoders_are_joined_in_order(
-    serve: Serve, theirs: Any, configure: Any, encoder: Encoder
+    serve: Serve, theirs: Any, make: Any, configure: Any, encoder: Encoder
 ) -> None:
     configure("zmq_to_tokenizer")
     urls = [serve(), serve()]
-    receiver = theirs.create_mm_receiver(None, encode_urls=urls, transport_mode="http")
+    receiver = make(urls)
     images = [png(seed) for seed in range(5)]
     request = theirs.GenerateReqInput(text="what?", image_data=[data_uri(x) for x in images])
 
@@ -114,10 +133,10 @@ async def test_parts_from_two_encoders_are_joined_in_order(
 
 
 async def test_the_tokenizers_receiver_hears_of_a_bad_image_at_once(
-    served: str, theirs: Any, configure: Any
+    served: str, theirs: Any, make: Any, configure: Any
 ) -> None:
     configure("zmq_to_tokenizer")
-    receiver = theirs.create_mm_receiver(None, encode_urls=[served], transport_mode="http")
+    receiver = make([served])
     request = theirs.GenerateReqInput(text="what?", image_data=["/etc/passwd"])
 
     async with asyncio.timeout(FAILS_WITHIN_S):
@@ -137,13 +156,17 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.parametrize("registers", ["first", "last"])
 async def test_the_schedulers_receiver_registers_and_takes_what_is_pushed(
-    served: str, theirs: Any, configure: Any, one_rank: None, encoder: Encoder, registers: str
+    served: str,
+    theirs: Any,
+    make: Any,
+    configure: Any,
+    one_rank: None,
+    encoder: Encoder,
+    registers: str,
 ) -> None:
     configure("zmq_to_scheduler")
     scheduler = SimpleNamespace(model_config=None)
-    make = theirs.create_mm_receiver
-    tokenizer_side = make(None, encode_urls=[served], transport_mode="http")
-    rank = make(None, scheduler=scheduler, encode_urls=[served], transport_mode="http")
+    tokenizer_side, rank = make([served]), make([served], scheduler)
     rank.mm_processor = Processor()
     images = [png(1), png(2, (200, 90))]
     request = theirs.GenerateReqInput(
