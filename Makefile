@@ -1,10 +1,16 @@
 .PHONY: install check test test-slow test-gpu bench
 
-# On ROCm the image's own torch has to survive, so that list names none.
-CONSTRAINTS := $(shell python -c "import torch; print('constraints-rocm.txt' if torch.version.hip else 'constraints.txt')" 2>/dev/null || echo constraints.txt)
+# On ROCm the image's own torch and Triton have to survive: that list names neither, and nothing here asks for Triton.
+ROCM := $(shell python -c "import torch; print(torch.version.hip or '')" 2>/dev/null)
+CONSTRAINTS := $(if $(ROCM),constraints-rocm.txt,constraints.txt)
+ifeq ($(ROCM),)
+EXTRAS := demo,test,interpreter
+else
+EXTRAS := demo,test
+endif
 
 install: ## into the active environment
-	python -m pip install -c $(CONSTRAINTS) -e '.[demo,test]'
+	python -m pip install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 
 check:
 	ruff format --check .
@@ -24,4 +30,5 @@ test-gpu:
 bench:
 	python benchmarks/bench_encoder.py --model qwen3-vl
 	python benchmarks/bench_encoder.py --model dinov2
+	python benchmarks/bench_graphs.py
 	python benchmarks/bench_serve.py

@@ -1,39 +1,47 @@
-"""How fast a tower runs, beside transformers and beside what the hardware allows.
+"""How fast and how exact a tower is, beside transformers and beside what the hardware allows.
 
 Two regimes. A small batch is bound by the host, which launches a few hundred kernels whatever the
-size; there `eager_ms` hardly falls with the patches. A large batch is bound by the device: matrix
-products, then attention, then memory traffic. `limit_ms` is the time of the products and of
-attention alone, at the rate of one large matrix product measured in the same run, so no tower
-can be faster and the ratio says how much is left.
+size; there `eager_ms` hardly falls with the patches, and a graph (`replay_ms`) is many times
+faster. A large batch is bound by the device: matrix products, then attention, then memory traffic.
+`limit_ms` is the time of the products and of attention alone, at the rate of one large matrix
+product measured in the same run, so no tower can be faster and the ratio says how much is left.
 
 Whole forward, from normalised patches on the device to `[merger | deepstack...]` or patch rows;
 layout tensors and pixels are ready. Medians of wall time, the device drained before and after.
-Weights are random, of the released shape. The last line of stdout is one JSON document.
+transformers runs as its users make it (SDPA), and at its best: captured, with every tensor of the
+layout made before, for Qwen3-VL with torch's varlen attention, which can be captured. Errors are
+relative norms against transformers' own fp32 run on the same weights and patches, rounded to bf16.
+Weights are random, of the released shape. On a GPU each row also holds where a replay's time goes,
+kernel by kernel as the profiler saw it. The last line of stdout is one JSON document.
 
 usage: python benchmarks/bench_encoder.py [--model qwen3-vl|dinov2] [--device cuda]
        [--attention varlen] [--write NAME]
 """
 
 import argparse
+import copy
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from transformers import vision_utils
 
 from encoders import EncoderConfig
 from encoders.attention import Backend
 from encoders.backends import choose_backend
 from encoders.packing import PackedLayout, num_patches
+from encoders.preprocess import patchify
 from encoders.sizes import NUM_PREFIX
 from encoders.towers import Tower
 from encoders.towers.load import FAMILIES
@@ -69,6 +77,21 @@ CPU_CASES = {
 }
 
 
+TARGETS = {
+    "1x512x512": 2.2, "4x512x512": 1.7, "16x512x512": 1.4, "1x2048x1600": 1.55, "8mixed": 1.5,
+}  # fmt: skip
+"""Case -> the most that a replay may take, in units of the limit."""
+GROUPS = {
+    "attention": "flash|fmha|attention|sdpa",
+    "norms": "layer_norm|LayerNorm",
+    "rotary": "_rotate",
+    "gelu": "_gelu|GeluCUDA|gelu",
+    "products": "gemm|nvjet|gemv|cutlass|xmma|splitK|cublas|Cijk",
+}
+"""Group -> what its kernels' names hold; the first that fits counts, the rest is `other`."""
+VARLEN = "flash-by-varlen"  # "flash" in the name makes transformers pass boundaries
+
+
 @dataclass(frozen=True)
 class Subject:
     """A random checkpoint of a released shape: transformers' model, and how we are told of it."""
@@ -88,7 +111,13 @@ class Row:
     peak_tflops: float
     limit_ms: float
     eager_ms: float
+    replay_ms: float | None
     hf_sdpa_ms: float
+    hf_graph_ms: float | None
+    error: float
+    hf_error: float
+    parts_ms: dict[str, float]
+    """Kernel time of one replay by group, and `between`: the replay's time without a kernel."""
 
 
 def qwen3_vl() -> Subject:
@@ -129,7 +158,7 @@ def build(subject: Subject, device: torch.device, attention: str) -> tuple[Tower
     return tower, backend
 
 
-def released(model: nn.Module) -> dict[str, torch.Tensor]:
+def released(model: nn.Module) -> dict[str, Tensor]:
     """A model's tensors under the names that `save_pretrained` would write."""
     state = model.state_dict()
     if not isinstance(model, transformers.Dinov2Model):
@@ -185,40 +214,140 @@ def flops(subject: Subject, layout: PackedLayout) -> float:
 
 
 def ours(
-    tower: Tower, backend: Backend, layout: PackedLayout, device: torch.device
-) -> Callable[[], object]:
-    """A call of our forward, eager, with everything of the layout on the device."""
+    tower: Tower, backend: Backend, layout: PackedLayout, patches: Tensor
+) -> Callable[[], Tensor]:
+    """A call of our forward, with everything of the layout on the device."""
     inputs = tower.inputs(layout)
-    inputs = inputs._make(tensor.to(device) for tensor in inputs)
+    inputs = inputs._make(tensor.to(patches.device) for tensor in inputs)
     cu_seqlens = torch.tensor(layout.cu_seqlens, dtype=torch.int32)
     if backend.boundaries == "device":
-        cu_seqlens = cu_seqlens.to(device)
-    patches = random_patches(tower, layout, device)
+        cu_seqlens = cu_seqlens.to(patches.device)
     return lambda: tower(patches, inputs, [cu_seqlens, layout.max_seqlen], "patch")
 
 
-def random_patches(tower: Tower, layout: PackedLayout, device: torch.device) -> torch.Tensor:
-    """Normalised patches of a batch, of nobody's photos."""
-    count = sum(num_patches(grid) for grid in layout.grid_thw)
-    width = 3 * tower.frames * tower.patch_size**2
-    return torch.randn(count, width, device=device, dtype=torch.bfloat16)
-
-
-def theirs(
-    subject: Subject, tower: Tower, layout: PackedLayout, device: torch.device
-) -> Callable[[], object]:
-    """A call of transformers' forward with SDPA, as its users make it."""
-    model = subject.reference
+def content(subject: Subject, tower: Tower, layout: PackedLayout, device: torch.device) -> Tensor:
+    """What transformers reads: patches for Qwen3-VL, equal images [N, 3, H, W] for DINOv2."""
+    generator = torch.Generator(device).manual_seed(0)
     if subject.settings.family == "qwen3_vl":
-        patches = random_patches(tower, layout, device)
-        grid = torch.tensor(layout.grid_thw, device=device)
-        return lambda: model(patches, grid_thw=grid)
-    _, rows, columns = layout.grid_thw[0]
-    side = tower.patch_size
-    pixels = torch.randn(
-        layout.num_images, 3, rows * side, columns * side, device=device, dtype=torch.bfloat16
+        count = sum(num_patches(grid) for grid in layout.grid_thw)
+        shape: tuple[int, ...] = (count, 3 * tower.frames * tower.patch_size**2)
+    else:
+        _, rows, columns = layout.grid_thw[0]
+        shape = (layout.num_images, 3, rows * tower.patch_size, columns * tower.patch_size)
+    return torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+
+
+def packed(content: Tensor, tower: Tower) -> Tensor:
+    """The same as our patches."""
+    if content.dim() == 2:
+        return content
+    return torch.cat([patchify(image, tower.patch_size, 1, 1) for image in content])
+
+
+def theirs(model: nn.Module, content: Tensor, layout: PackedLayout) -> Callable[[], Tensor]:
+    """A call of transformers' forward as its users make it -> rows laid out as ours."""
+    if content.dim() == 4:
+        return lambda: model(content).last_hidden_state[:, 1:].flatten(0, 1)
+    grid = torch.tensor(layout.grid_thw, device=content.device)
+    return lambda: side_by_side(model(content, grid_thw=grid))
+
+
+def theirs_capturable(
+    model: nn.Module, content: Tensor, layout: PackedLayout
+) -> Callable[[], Tensor]:
+    """The same call with nothing left to derive: reading a layout back stops a capture."""
+    if content.dim() == 4:
+        return theirs(model, content, layout)
+    grid = torch.tensor(layout.grid_thw, device=content.device)
+    merge = model.spatial_merge_size
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grid,
+        num_grid_per_side=model.num_grid_per_side,
+        mode=model.interpolation_mode,
+        align_corners=model.interpolation_align_corners,
+        spatial_merge_size=merge,
     )
-    return lambda: model(pixels)
+    ready = {
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+        "interp_indices": indices,
+        "interp_weights": weights,
+        "cu_seqlens": torch.tensor(layout.cu_seqlens, dtype=torch.int32, device=content.device),
+        "max_seqlen": layout.max_seqlen,
+    }
+
+    def run() -> Tensor:
+        model.config._attn_implementation = VARLEN
+        try:
+            return side_by_side(model(content, grid_thw=grid, **ready))
+        finally:
+            model.config._attn_implementation = "sdpa"
+
+    return run
+
+
+def side_by_side(out: Any) -> Tensor:
+    """[merger | deepstack...]"""
+    return torch.cat([out.pooler_output, *out.deepstack_features], dim=-1)
+
+
+def register_varlen() -> None:
+    """Teach transformers torch's varlen attention, under the name that `VARLEN` holds."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        cu, longest = options["cu_seq_lens_q"], options["max_length_q"]
+        out = varlen_attn(q, k, v, cu_seq_q=cu, cu_seq_k=cu, max_q=longest, max_k=longest)
+        return out.unsqueeze(0), None
+
+    transformers.AttentionInterface.register(VARLEN, attend)
+
+
+def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The call's graph. Its output is overwritten by every replay."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        out = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def parts(replay: Callable[[], Tensor], whole_ms: float, repeats: int = 5) -> dict[str, float]:
+    """Milliseconds of kernels in one replay, by group, and of the time between them."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(repeats):
+            replay()
+        torch.cuda.synchronize()
+    spent = dict.fromkeys((*GROUPS, "other"), 0.0)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[group_of(event.name)] += event.time_range.elapsed_us() / 1e3 / repeats
+    spent["between"] = max(0.0, whole_ms - sum(spent.values()))
+    return {group: round(milliseconds, 3) for group, milliseconds in spent.items()}
+
+
+def group_of(kernel: str) -> str:
+    """Which of `GROUPS` a kernel's name belongs to."""
+    fits = (group for group, pattern in GROUPS.items() if re.search(pattern, kernel))
+    return next(fits, "other")
+
+
+def relative_error(rows: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact rows."""
+    return float((rows.float() - exact).norm() / exact.norm())
 
 
 @torch.inference_mode()
@@ -227,34 +356,72 @@ def measure(name: str, device: torch.device, attention: str) -> tuple[list[Row],
     torch.manual_seed(0)
     subject = SUBJECTS[name]()
     subject.reference.eval().to(device)
+    exact = copy.deepcopy(subject.reference).float()
     tower, backend = build(subject, device, attention)
     peak = peak_flops(device, torch.bfloat16)
+    if device.type == "cuda":
+        register_varlen()
     rows = []
     for case, sizes in (CASES if device.type == "cuda" else CPU_CASES)[name].items():
-        rows.append(measure_case(case, sizes, subject, tower, backend, peak))
+        rows.append(measure_case(case, sizes, subject, exact, tower, backend, peak))
         sys.stderr.write(f"{rows[-1]}\n")
     return rows, backend.name
 
 
 def measure_case(
-    case: str, sizes: list[Size], subject: Subject, tower: Tower, backend: Backend, peak: float
+    case: str,
+    sizes: list[Size],
+    subject: Subject,
+    exact: nn.Module,
+    tower: Tower,
+    backend: Backend,
+    peak: float,
 ) -> Row:
-    """One row: our eager forward and transformers' on the same layout."""
+    """One row: our forward and transformers' on the same patches."""
     device = next(subject.reference.parameters()).device
     block, merge = tower.patch_size * tower.merge_size, tower.merge_size
     grids = [(1, h // block * merge, w // block * merge) for h, w in sizes]
     layout = PackedLayout.of(grids, NUM_PREFIX[subject.settings.family])
     work = flops(subject, layout)
-    eager = milliseconds(ours(tower, backend, layout, device), device)
-    reference = milliseconds(theirs(subject, tower, layout, device), device)
-    return Row(
+    read = content(subject, tower, layout, device)
+    run = ours(tower, backend, layout, packed(read, tower))
+    reference = theirs(subject.reference, read, layout)
+    whole = theirs(exact, read.float(), layout)()
+    row = Row(
         case=case,
         patches=sum(num_patches(grid) for grid in grids),
         flops=work,
         peak_tflops=round(peak / 1e12, 1),
         limit_ms=round(work / peak * 1e3, 3),
-        eager_ms=round(eager, 3),
-        hf_sdpa_ms=round(reference, 3),
+        eager_ms=round(milliseconds(run, device), 3),
+        replay_ms=None,
+        hf_sdpa_ms=round(milliseconds(reference, device), 3),
+        hf_graph_ms=None,
+        error=relative_error(run(), whole),
+        hf_error=relative_error(reference(), whole),
+        parts_ms={},
+    )
+    if device.type != "cuda" or not backend.capturable:
+        return row
+    return with_replays(row, run, theirs_capturable(subject.reference, read, layout), device)
+
+
+def with_replays(
+    row: Row, run: Callable[[], Tensor], reference: Callable[[], Tensor], device: torch.device
+) -> Row:
+    """The row with its columns for graphs. A replay that differs from eager in a bit raises."""
+    replay = captured(run)
+    if not torch.equal(replay().view(torch.int8), run().view(torch.int8)):
+        raise RuntimeError(f"{row.case}: a replay is not the eager forward")
+    replay_ms = milliseconds(replay, device)
+    spent = parts(replay, replay_ms)
+    del replay  # its pool, before the other graph's
+    hf_graph_ms = milliseconds(captured(reference), device)
+    return replace(
+        row,
+        replay_ms=round(replay_ms, 3),
+        hf_graph_ms=round(hf_graph_ms, 3),
+        parts_ms=spent,
     )
 
 
@@ -279,20 +446,56 @@ def markdown(about: dict[str, str], rows: Sequence[Row]) -> str:
     lines += [f"* {key}: {value}" for key, value in about.items()]
     lines += [
         "",
-        "Times in milliseconds, medians of 10. `limit`: see benchmarks/bench_encoder.py.",
+        "Times in milliseconds, medians of 10. What each column is: benchmarks/bench_encoder.py.",
         "",
     ]
-    lines += [
-        "| case | patches | limit | eager | eager / limit | transformers SDPA | eager / SDPA |"
-    ]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for row in rows:
-        ratios = row.eager_ms / row.limit_ms, row.eager_ms / row.hf_sdpa_ms
-        lines.append(
-            f"| {row.case} | {row.patches} | {row.limit_ms:.2f} | {row.eager_ms:.2f} "
-            f"| {ratios[0]:.2f}x | {row.hf_sdpa_ms:.2f} | {ratios[1]:.0%} |"
-        )
+    lines += table(
+        "case", "patches", "limit", "eager", "replay", "replay / limit", "at most",
+        "transformers SDPA", "transformers graph", "error", "transformers' error",
+        rows=[cells(row) for row in rows],
+    )  # fmt: skip
+    if late := [row for row in rows if late_by(row) > 0]:
+        lines += ["", "Where the time of the rows goes that take more than they should:", ""]
+        spent = [
+            [row.case, *(f"{ms:.2f}" for ms in row.parts_ms.values()), f"{row.limit_ms:.2f}"]
+            for row in late
+        ]
+        lines += table("case", *late[0].parts_ms, "limit", rows=spent)
     return "\n".join(lines) + "\n"
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table for people."""
+    figures = row.limit_ms, row.eager_ms, row.replay_ms
+    ratio = f"{row.replay_ms / row.limit_ms:.2f}x" if row.replay_ms else "-"
+    most = f"{TARGETS[row.case]}x" if row.case in TARGETS else "-"
+    return [
+        row.case,
+        str(row.patches),
+        *map(shown, figures),
+        ratio,
+        most,
+        shown(row.hf_sdpa_ms),
+        shown(row.hf_graph_ms),
+        f"{row.error:.2e}",
+        f"{row.hf_error:.2e}",
+    ]
+
+
+def shown(milliseconds: float | None) -> str:
+    """Two decimals, or a dash for what was not measured."""
+    return "-" if milliseconds is None else f"{milliseconds:.2f}"
+
+
+def late_by(row: Row) -> float:
+    """Milliseconds by which a replay exceeds its target; negative within it or without one."""
+    most = TARGETS.get(row.case)
+    return row.replay_ms - most * row.limit_ms if most and row.replay_ms else -1.0
+
+
+def table(*head: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Frozen, strict settings of one encoder; the only reader of `configs/encoders/`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,9 +10,11 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
 )
 
 from encoders.errors import ConfigError
@@ -87,6 +90,61 @@ class SmartResize(Settings):
 Resize = Annotated[ShortestEdge | SmartResize, Field(discriminator="rule")]
 
 
+class GraphSettings(Settings):
+    """Which batches are replayed as HIP or CUDA graphs, and what that may cost.
+
+    `max_patches` and `max_images` bound the batches that get a graph, and size the memory that all
+    graphs share; larger batches run eagerly, which there costs nothing.
+    """
+
+    graph_mode: Literal["off", "exact", "budget"] = Field(
+        "budget",
+        description="exact: one graph per list of segment lengths; budget: one per step of a "
+        "ladder of patches that batches are padded to, where that gives eager's bits, else exact",
+    )
+    graph_capacity: PositiveInt = Field(32, description="graphs kept; the least recent leaves")
+    admission: Literal["always", "second_sight", "gain"] = Field(
+        "gain",
+        description="when a key gets its graph: at once; seen again; that, and if it is faster",
+    )
+    precision: Literal["exact", "invariant", "fast"] = Field(
+        "exact",
+        description="exact: bits as the same batch's, eager; invariant: as each image's alone; "
+        "fast: budgets whose bits differ are used too",
+    )
+    shadow_every: PositiveInt = Field(
+        1000, description="one replay in so many is compared with an eager run"
+    )
+    profile: Path | None = Field(
+        None,
+        description="file of the hottest keys: captured before ready, written when they change",
+    )
+    max_patches: PositiveInt = 16_384
+    max_images: PositiveInt = 64
+    free_memory_floor: NonNegativeInt = Field(
+        1 << 30, description="bytes of device memory below which nothing is captured"
+    )
+
+    @field_validator("graph_mode", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+
+    def overridden(self, environment: Mapping[str, str]) -> "GraphSettings":
+        """With what an operator set: `ENCODER_GRAPH_MODE=off`, and so on for each field.
+
+        Raises `ConfigError`.
+        """
+        names = {name: f"ENCODER_{name.upper()}" for name in type(self).model_fields}
+        ours = {
+            name: environment[theirs] for name, theirs in names.items() if theirs in environment
+        }
+        try:
+            return type(self).model_validate(self.model_dump() | ours)
+        except ValidationError as error:
+            raise ConfigError(f"{', '.join(names[name] for name in ours)}: {error}") from error
+
+
 class EncoderConfig(Settings):
     """One checkpoint: its weights, how images become patches, how rows become an embedding.
 
@@ -106,12 +164,16 @@ class EncoderConfig(Settings):
         None, description="keep the first blocks only; None keeps all"
     )
     final_norm: bool = True
+    fold_frames: bool = Field(
+        False, description="sum the patch weights over a still's equal frames, as one frame"
+    )
     pooling: Literal["cls", "mean"]
     normalize: bool = True
     resize: Resize
     image_mean: Rgb
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
     limits: ImageLimits = ImageLimits()
+    graphs: GraphSettings = GraphSettings()
 
     @classmethod
     def load(cls, name_or_path: str) -> "EncoderConfig":

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Pixels = npt.NDArray[np.uint8]
 """One decoded image: uint8 [height, width, 3]."""
+
+Output = Literal["pooled", "patch"]
+"""What a tower gives: one row per image, or the rows that its patches became."""
 
 GridTHW = tuple[int, int, int]
 """Frames, rows and columns of one image, in patches."""
@@ -42,6 +46,11 @@ class PackedLayout:
         return len(self.order)
 
     @property
+    def num_patches(self) -> int:
+        """Patches in the batch."""
+        return sum(map(num_patches, self.grid_thw))
+
+    @property
     def num_rows(self) -> int:
         """Rows in the batch, prefixes included."""
         return self.cu_seqlens[-1]
@@ -56,10 +65,12 @@ class PackedLayout:
         """Rows of the longest image. Attention kernels given less are silently wrong."""
         return self.cu_seqlens[1]  # the first image is the longest
 
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What attention sees of the layout: equal keys run the same kernels on the same shapes."""
-        return self.seqlens
+
+class Call(NamedTuple):
+    """What is asked of a tower, patches apart."""
+
+    layout: PackedLayout
+    output: Output
 
 
 @dataclass(frozen=True, slots=True)

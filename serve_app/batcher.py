@@ -17,6 +17,7 @@ from serve_app.budget import ByteBudget
 from serve_app.service import (
     POOLED,
     Embedding,
+    EncoderGraphs,
     EncoderSlot,
     EncoderSlots,
     ImageItem,
@@ -85,6 +86,10 @@ class Batcher:
             return await self.submit(images, timeout_s, wanted)
         except errors.EncoderError as error:
             return error
+
+    async def encoders(self) -> EncoderGraphs:
+        """What each encoder said of its graphs when it last answered, by encoder."""
+        return self._slots.encoders()
 
     async def check_health(self) -> None:
         """Raise if an encoder of this process is stuck."""

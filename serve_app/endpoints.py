@@ -20,7 +20,7 @@ from encoders import errors
 from encoders.config import EncoderConfig, Settings
 from serve_app import refusals, schemas
 from serve_app.canary import CANARY
-from serve_app.service import Embedding, ImageItem, ImageService, deadline
+from serve_app.service import Embedding, EncoderGraphs, ImageItem, ImageService, deadline
 from serve_app.sources import image_bytes
 
 NPY = "application/x-npy"
@@ -28,6 +28,7 @@ TIMEOUT_HEADER = "x-request-timeout-seconds"
 CHUNK_BYTES = 64 * 1024
 TAIL_BYTES = 1024
 """Where the closing boundary of a multipart body is looked for."""
+REPORT_WITHIN_S = 2.0
 READY_FOR_S = 10.0
 """After any answer, readiness is believed this long: probes then cost a busy encoder nothing."""
 
@@ -92,8 +93,16 @@ class Endpoints:
             max_image_bytes=config.limits.max_bytes,
             max_image_pixels=config.limits.max_pixels,
             max_aspect_ratio=config.limits.max_aspect_ratio,
+            graphs=await self._graphs(),
         )
         return schemas.Models(data=[model])
+
+    async def _graphs(self) -> EncoderGraphs:
+        try:
+            async with asyncio.timeout(REPORT_WITHIN_S):
+                return await self._service.encoders()
+        except (TimeoutError, errors.EncoderError):
+            return {}  # the limits are to be had while every Batcher is busy or gone
 
     async def embeddings(self, request: Request) -> Response:
         """OpenAI's endpoint: images as data URIs or base64 in JSON."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
@@ -11,11 +11,15 @@ from ray.serve.exceptions import BackPressureError, RayServeException, ReplicaUn
 from ray.serve.handle import DeploymentHandle
 
 from encoders.errors import EncoderError, Overloaded, ReplicaLost
+from encoders.graph_stats import Digest
 from encoders.packing import PackedBatch
+from serve_app.heard_of import HeardOf
 from serve_app.service import (
     POOLED,
     Dtype,
     Embedding,
+    Encoded,
+    EncoderGraphs,
     EncoderSlot,
     ImageItem,
     Output,
@@ -80,6 +84,11 @@ class BatcherHandle:
             raise answer
         return answer
 
+    async def encoders(self) -> EncoderGraphs:
+        """What one of the Batchers has last heard of each encoder."""
+        with unwrapped():
+            return await self.handle.encoders.remote()
+
     async def check_health(self) -> None:
         """Nothing of it runs in this process."""
 
@@ -93,6 +102,7 @@ class EncoderHandle:
     """The slots of every replica of an Encoder deployment: `max_ongoing_requests` of each."""
 
     handle: DeploymentHandle[Any]
+    heard_of: HeardOf = field(default_factory=HeardOf)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[EncoderSlot]:
@@ -103,7 +113,11 @@ class EncoderHandle:
         with unwrapped():
             encode = self.handle.options(method_name="encode")
             async with encode.choose_replica() as selection:
-                yield _Slot(encode, selection)
+                yield _Slot(encode, selection, self.heard_of)
+
+    def encoders(self) -> EncoderGraphs:
+        """What each encoder said of its graphs when it last answered here."""
+        return self.heard_of.graphs()
 
     async def check_health(self) -> None:
         """Nothing of it runs in this process."""
@@ -117,8 +131,19 @@ class EncoderHandle:
 class _Slot:
     handle: DeploymentHandle[Any]
     selection: Any  # its type is private to Ray
+    heard_of: HeardOf
+
+    @property
+    def replica(self) -> str:
+        return str(self.selection.replica_id)
+
+    @property
+    def digest(self) -> Digest | None:
+        return self.heard_of.digest(self.replica)
 
     async def encode(
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
     ) -> Sequence[Rows] | Rows:
-        return await self.handle.dispatch(self.selection, batch, output, dtypes)
+        encoded: Encoded = await self.handle.dispatch(self.selection, batch, output, dtypes)
+        self.heard_of.heard(self.replica, encoded)
+        return encoded.rows

@@ -1,14 +1,16 @@
 """Encoder slots in this very process: the `fused` topology."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from encoders.config import EncoderConfig
+from encoders.graph_stats import Digest
+from encoders.packing import PackedBatch
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
 from serve_app.replica import EncoderReplica
-from serve_app.service import EncoderSlot, Stats
+from serve_app.service import Dtype, EncoderGraphs, EncoderSlot, Output, Rows, Stats
 
 
 class LocalSlots:
@@ -16,13 +18,31 @@ class LocalSlots:
 
     def __init__(self, replica: EncoderReplica, num_slots: int) -> None:
         self._replica = replica
+        self._digest: Digest | None = None
         self._free = asyncio.Semaphore(num_slots)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[EncoderSlot]:
         """Wait until a slot is free, and hold it."""
         async with self._free:
-            yield self._replica
+            yield self
+
+    async def encode(
+        self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
+    ) -> Sequence[Rows] | Rows:
+        """One array per image, in order of arrival, each in its own dtype."""
+        encoded = await self._replica.encode(batch, output, dtypes)
+        self._digest = encoded.digest
+        return encoded.rows
+
+    @property
+    def digest(self) -> Digest | None:
+        """What this process's encoder could replay when its last batch ended."""
+        return self._digest
+
+    def encoders(self) -> EncoderGraphs:
+        """How this process's own encoder stands."""
+        return self._replica.graphs()
 
     async def check_health(self) -> None:
         """Raise if the encoder is stuck."""

@@ -34,6 +34,12 @@ def _duration(name: str, tier: str, help: str) -> Metric:
     return Metric(name, "histogram", tier, "ms", help, boundaries=MILLISECONDS)
 
 
+def _graphs(
+    name: str, kind: Literal["counter", "gauge"], unit: str, help: str, tags: tuple[str, ...] = ()
+) -> Metric:
+    return Metric(f"encoder_graph_{name}", kind, "Encoder", unit, help, tags)
+
+
 TABLE = (
     Metric("encoder_requests_total", "counter", "Ingress", "requests", "answered", ("status",)),
     _duration("encoder_request_ms", "Ingress", "from headers to reply"),
@@ -55,6 +61,18 @@ TABLE = (
     ),
     Metric("encoder_retries_total", "counter", "Batcher", "batches", "sent again, encoder lost"),
     _duration("encoder_forward_ms", "Encoder", "of one batch on the engine"),
+    _graphs("batches_total", "counter", "batches", "replayed, or eager for a reason", ("outcome",)),
+    _graphs("captures_total", "counter", "graphs", "captured"),
+    _graphs("capture_seconds_total", "counter", "s", "of all captures together"),
+    _graphs("longest_capture_ms", "gauge", "ms", "of one capture"),
+    _graphs("failures_total", "counter", "captures", "killed, or refused by the runtime"),
+    _graphs("short_of_memory_total", "counter", "captures", "not begun: the free-memory floor"),
+    _graphs("mismatches_total", "counter", "graphs", "not used: other bits than eager"),
+    _graphs("evictions_total", "counter", "graphs", "least recently used, replaced"),
+    _graphs("rebuilds_total", "counter", "rebuilds", "all graphs captured anew in a fresh pool"),
+    _graphs("live", "gauge", "graphs", "that can be replayed now"),
+    _graphs("retired", "gauge", "graphs", "evicted, whose memory waits for a rebuild"),
+    _graphs("memory_bytes", "gauge", "bytes", "of the device that graphs hold", ("kind",)),
     Metric("encoder_outstanding_patches", "gauge", "Encoder", "patches", "in its slots"),
 )
 BY_NAME = {metric.name: metric for metric in TABLE}

@@ -5,22 +5,19 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
 import ray
 import torch
 from ray._private.worker import global_worker
-from torch import Tensor
 
 from encoders.config import EncoderConfig
-from encoders.encoder import DTYPES, Encoder
 from encoders.packing import PackedBatch, num_patches
 from serve_app import metrics
 from serve_app.canary import canary_batch
+from serve_app.engine import Engine
 from serve_app.logs import speak_up
-from serve_app.service import Dtype, Output, Rows, Stats
+from serve_app.service import Dtype, Encoded, EncoderGraphs, Output, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +34,20 @@ class EncoderReplica:
         self._outstanding: dict[object, tuple[float, int]] = {}
         self._held_since: dict[str, float] = {}
         self._canary = canary_batch(config)
-        self._engine = ThreadPoolExecutor(1, "engine")
-        self._encoder = self._engine.submit(Encoder.load, config, device).result()
-        self._engine.submit(self._encode, self._canary).result()
+        self._engine = Engine(config, device)
+        self._engine.encode_now(self._canary)
 
     async def encode(
         self, batch: PackedBatch, output: Output = "pooled", dtypes: Sequence[Dtype] = ()
-    ) -> Sequence[Rows] | Rows:
-        """One array per image, in order of arrival, each in its own dtype: float32 if none is."""
+    ) -> Encoded:
+        """Rows for every image, each in its own dtype: float32 if none is given."""
         with self._counted(batch):
             # The engine thread alone touches the device; the loop stays free for health checks.
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._engine, self._encode, batch, output, dtypes)
+            return await self._engine.encode(batch, output, dtypes)
+
+    def graphs(self) -> EncoderGraphs:
+        """How its graphs stand, under its name."""
+        return {self._engine.name: self._engine.graph_stats()}
 
     async def check_health(self) -> None:
         """Raise if a batch has been here too long; when idle, see whether the canary sings.
@@ -77,18 +76,6 @@ class EncoderReplica:
                 logger.warning("a slot is free again: no batch came for it in %.0f s", now - since)
                 await ray.get_runtime_context().current_actor.release_slot.remote(token)
 
-    def _encode(
-        self, batch: PackedBatch, output: Output = "pooled", dtypes: Sequence[Dtype] = ()
-    ) -> Sequence[Rows] | Rows:
-        dtypes = dtypes or ["float32"] * batch.layout.num_images
-        # Of several, the widest: narrowed from it on the host, a value has the same bits.
-        common = dtypes[0] if len(set(dtypes)) == 1 else "float32"
-        with metrics.timed("encoder_forward_ms"):
-            results = self._encoder.encode(batch, output, common)
-        if output == "pooled" and set(dtypes) == {"float32"}:
-            return torch.stack(results).numpy()  # travels as one object
-        return [as_rows(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
-
     @contextmanager
     def _counted(self, batch: PackedBatch) -> Iterator[None]:
         ticket = object()
@@ -101,14 +88,6 @@ class EncoderReplica:
         finally:
             del self._outstanding[ticket]
             gauge.set(sum(n for _, n in self._outstanding.values()))
-
-
-def as_rows(result: Tensor, dtype: Dtype) -> Rows:
-    """A host tensor as NumPy's array of that type; of bfloat16, the bits."""
-    result = result.to(DTYPES[dtype])
-    if dtype == "bfloat16":
-        return result.view(torch.int16).numpy().view(np.uint16)
-    return result.numpy()
 
 
 def held_slots() -> frozenset[str]:

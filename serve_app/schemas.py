@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import AliasChoices, BaseModel, Field, PositiveInt
 
-from serve_app.service import Embedding, Rows
+from serve_app.service import Embedding, EncoderGraphs, Rows
 
 
 class EmbeddingsRequest(BaseModel):
@@ -69,6 +69,9 @@ class Model(BaseModel):
     max_image_bytes: int
     max_image_pixels: int
     max_aspect_ratio: float
+    graphs: EncoderGraphs = Field(
+        description="captured graphs of each encoder, as it last told the Batcher that was asked"
+    )
 
 
 class Models(BaseModel):

@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
+from encoders.graph_stats import Digest, GraphStats
 from encoders.packing import GridTHW, PackedBatch, num_patches
-
-Output = Literal["pooled", "patch"]
-"""One row per image, or the rows that its patches became."""
+from encoders.packing import Output as Output  # what crosses the tiers is told of here
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -50,6 +49,22 @@ class Embedding:
         return num_patches(self.grid_thw)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What became of one batch, and how the encoder that it was on stands."""
+
+    rows: Sequence[Rows] | Rows
+    """One array per image, in order of arrival, each in its own dtype."""
+    encoder: str
+    """Which encoder of the cluster it was."""
+    graphs: GraphStats
+    digest: Digest | None
+    """What it can replay; None if it never replays."""
+
+
+EncoderGraphs = dict[str, GraphStats]
+"""How each encoder's graphs stood when it last answered, by encoder."""
+
 Stats = dict[str, float]
 """What a replica tells Ray's autoscaler of itself."""
 
@@ -79,6 +94,10 @@ class ImageService(Protocol):
         """
         ...
 
+    async def encoders(self) -> EncoderGraphs:
+        """What each encoder said of its graphs when it last answered, by encoder."""
+        ...
+
     async def check_health(self) -> None:
         """Raise if what runs in this process is stuck."""
         ...
@@ -91,6 +110,11 @@ class ImageService(Protocol):
 class EncoderSlot(Protocol):
     """The right to have one batch on one encoder."""
 
+    @property
+    def digest(self) -> Digest | None:
+        """What that encoder could replay when it last answered here; None if that is not known."""
+        ...
+
     async def encode(
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
     ) -> Sequence[Rows] | Rows:
@@ -100,6 +124,10 @@ class EncoderSlot(Protocol):
 
 class EncoderSlots(Protocol):
     """Every slot of every encoder."""
+
+    def encoders(self) -> EncoderGraphs:
+        """What each encoder said of its graphs when it last answered, by encoder."""
+        ...
 
     def lease(self) -> AbstractAsyncContextManager[EncoderSlot]:
         """Wait until some encoder has a free slot, and hold it.

@@ -1,12 +1,17 @@
 """Shared fixtures: real photographs, the demo's real weights, small random checkpoints."""
 
+import os
 from pathlib import Path
 
 import pytest
 import skimage
+import torch
 
 from encoders import EncoderConfig
 from encoders.encoder import Encoder
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it as it is first imported
 
 PHOTOS = (
     "astronaut.png",

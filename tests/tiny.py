@@ -54,7 +54,9 @@ def released_names(tower: Dinov2) -> dict[str, torch.Tensor]:
     ours = {name: tensor.detach().clone() for name, tensor in tower.named_parameters()}
     theirs = {
         "embeddings.cls_token": ours.pop("class_token").unsqueeze(0),
-        "embeddings.position_embeddings": ours.pop("positions").unsqueeze(0),
+        "embeddings.position_embeddings": torch.cat(
+            [ours.pop("class_position"), ours.pop("positions.weight")]
+        ).unsqueeze(0),
         "embeddings.patch_embeddings.projection.weight": ours.pop("patch_embed.weight").reshape(
             -1, 3, 14, 14
         ),

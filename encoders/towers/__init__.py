@@ -3,16 +3,13 @@
 Shapes: P = patches, C = values of a patch, N = images, R = rows of patch output, D = width.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from encoders.attention import Attention, AttentionLayout
 from encoders.config import EncoderConfig
-from encoders.packing import PackedLayout
-
-Output = Literal["pooled", "patch"]
-"""One row per image, or the rows that its patches became."""
+from encoders.packing import Output, PackedLayout
 
 
 class Tower(Protocol):
@@ -23,6 +20,8 @@ class Tower(Protocol):
     """Patches joined per side after the blocks."""
     frames: int
     """Times that a still's pixels are repeated in one patch."""
+    num_prefix: int
+    """Rows put before each image's patches: `encoders.sizes.NUM_PREFIX`, which needs no torch."""
     dimensions: int
     """Width of a pooled row."""
 

@@ -8,16 +8,14 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from encoders.attention import Attention, AttentionLayout
 from encoders.config import EncoderConfig
 from encoders.errors import ConfigError
-from encoders.layers import MLP, Block, PackedAttention
-from encoders.packing import PackedLayout, num_patches
-from encoders.towers import Output
+from encoders.layers import MLP, Block, PackedAttention, Positions, run_blocks
+from encoders.packing import Output, PackedLayout, num_patches
 from encoders.towers.taps import bicubic_taps, grid_taps
 
 
@@ -75,6 +73,7 @@ class Dinov2(nn.Module):
 
     merge_size = 1
     frames = 1
+    num_prefix = 1
 
     def __init__(
         self,
@@ -94,9 +93,10 @@ class Dinov2(nn.Module):
         self.pooling = pooling
         self.patch_embed = nn.Linear(3 * config.patch_size**2, width)
         self.class_token = nn.Parameter(torch.zeros(1, width))
-        self.positions = nn.Parameter(torch.zeros(1 + config.grid_side**2, width))
+        self.class_position = nn.Parameter(torch.zeros(1, width))
+        self.positions = Positions(config.grid_side**2, width)
         self.blocks = nn.ModuleList(self._block(attention) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if final_norm else nn.Identity()
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if final_norm else None
 
     @classmethod
     def from_checkpoint(
@@ -104,6 +104,8 @@ class Dinov2(nn.Module):
     ) -> Self:
         """An empty tower of a checkpoint's shape. Raises `ConfigError`."""
         config = Dinov2Config.read(config_json)
+        if settings.fold_frames:
+            raise ConfigError("fold_frames is true, but DINOv2's patches have no frames to fold")
         num_layers = settings.num_layers or config.num_hidden_layers
         if num_layers > config.num_hidden_layers:
             raise ConfigError(
@@ -139,23 +141,18 @@ class Dinov2(nn.Module):
         self, patches_PC: Tensor, inputs: Dinov2Inputs, layout: AttentionLayout, output: Output
     ) -> Tensor:
         """Normalised patches [P, C] -> fp32 [N, D] (`pooled`) or [P, D] (`patch`)."""
-        # A weighted bag is the whole interpolation in one kernel, summed in fp32, cast once.
-        position_PD = F.embedding_bag(
-            inputs.position_P16,
-            self.positions[1:].float(),
-            per_sample_weights=inputs.weight_P16,
-            mode="sum",
+        patch_PD = self.positions(
+            self.patch_embed(patches_PC), inputs.position_P16, inputs.weight_P16
         )
-        patch_PD = self.patch_embed(patches_PC) + position_PD.to(patches_PC.dtype)
-        x_TD = torch.cat([self.class_token + self.positions[:1], patch_PD])[inputs.source_T]
-        for block in self.blocks:
-            x_TD = block(x_TD, layout)
-        x_TD = self.norm(x_TD)
-        return x_TD[inputs.patch_row_P] if output == "patch" else self._pool(x_TD.float(), inputs)
+        x_TD = torch.cat([self.class_token + self.class_position, patch_PD])[inputs.source_T]
+        only_class = output == "pooled" and self.pooling == "cls"
+        last_rows = inputs.bounds_2N[:-1:2] if only_class else None
+        y_TD, _ = run_blocks(self.blocks, x_TD, self.norm, layout, last_rows=last_rows)
+        if output == "patch":
+            return y_TD[inputs.patch_row_P]
+        return y_TD.float() if only_class else self._mean(y_TD.float(), inputs)
 
-    def _pool(self, x_TD: Tensor, inputs: Dinov2Inputs) -> Tensor:
-        if self.pooling == "cls":
-            return x_TD[inputs.bounds_2N[:-1:2]]
+    def _mean(self, x_TD: Tensor, inputs: Dinov2Inputs) -> Tensor:
         means_2ND = torch.segment_reduce(
             x_TD, "mean", offsets=inputs.bounds_2N, axis=0, unsafe=True
         )  # unsafe: the check of the offsets would read them back
@@ -187,7 +184,7 @@ class Dinov2(nn.Module):
     def wanted(self, name: str) -> bool:
         """Whether the tower uses a checkpoint's tensor: not the mask token, nor what is cut off."""
         if name.startswith("layernorm."):
-            return isinstance(self.norm, nn.LayerNorm)
+            return self.norm is not None
         if name.startswith("encoder.layer."):
             return int(name.split(".")[2]) < self.num_layers
         return name != "embeddings.mask_token"  # used in training only
@@ -206,6 +203,9 @@ class Dinov2(nn.Module):
         for name, first, last in FLATTENED:
             if name in ours:
                 ours[name] = ours[name].flatten(first, last)
+        if "positions" in ours:
+            rows = ours.pop("positions").flatten(0, 1)
+            ours["class_position"], ours["positions.weight"] = rows[:1], rows[1:]
         return ours
 
 
@@ -219,7 +219,7 @@ RENAMES = (
     ("layer_scale2.lambda1", "scale2"),
     ("layernorm.", "norm."),
 )
-FLATTENED = (("patch_embed.weight", 1, -1), ("class_token", 0, 1), ("positions", 0, 1))
+FLATTENED = (("patch_embed.weight", 1, -1), ("class_token", 0, 1))
 
 
 def _renamed(name: str) -> str:

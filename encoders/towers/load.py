@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from encoders.attention import Backend
 from encoders.backends import choose_backend
 from encoders.config import EncoderConfig
+from encoders.forward import Forward
 from encoders.towers import Tower
 from encoders.towers.dinov2 import Dinov2
 from encoders.towers.qwen3_vl import Qwen3VL
@@ -14,9 +14,7 @@ from encoders.weights import load_into, read_model_config, read_tensors, resolve
 FAMILIES: dict[str, type[Tower]] = {"dinov2": Dinov2, "qwen3_vl": Qwen3VL}
 
 
-def load_tower(
-    settings: EncoderConfig, device: torch.device, dtype: torch.dtype
-) -> tuple[Tower, Backend]:
+def load_forward(settings: EncoderConfig, device: torch.device, dtype: torch.dtype) -> Forward:
     """Fetch, check and load the configured checkpoint. Raises `ConfigError`."""
     folder = resolve(settings.weights)
     config_json = read_model_config(folder)
@@ -31,4 +29,4 @@ def load_tower(
     assert isinstance(tower, nn.Module)
     tower.eval().to(dtype).to_empty(device=device)
     load_into(tower, tower.convert(read_tensors(folder, tower.wanted)))
-    return tower, backend
+    return Forward(tower, backend, device, dtype)

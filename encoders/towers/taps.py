@@ -23,7 +23,7 @@ def grid_taps(
     column_index, column_weight = axis_taps(columns, side)
     index = row_index[:, None, :, None] * side + column_index[None, :, None, :]
     weight = row_weight[:, None, :, None] * column_weight[None, :, None, :]
-    flat = (rows * columns, -1)
+    flat = (rows * columns, row_index.shape[1] * column_index.shape[1])
     return index.reshape(flat).astype(np.int32), weight.reshape(flat).astype(np.float32)
 
 

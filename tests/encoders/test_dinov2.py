@@ -160,6 +160,24 @@ def test_settings_that_contradict_the_checkpoint_are_refused(
         Encoder.load(config)
 
 
+def test_frames_to_fold_are_refused(tiny: tuple[EncoderConfig, Dinov2Model]) -> None:
+    with pytest.raises(ConfigError, match="no frames to fold"):
+        Encoder.load(tiny[0].model_copy(update={"fold_frames": True}))
+
+
+def test_the_last_block_computes_class_rows_alone_where_they_are_pooled(
+    tiny: tuple[EncoderConfig, Dinov2Model],
+) -> None:
+    encoder, heights = Encoder.load(tiny[0]), []
+    for block in encoder._tower.blocks:
+        block.mlp.register_forward_hook(lambda *call: heights.append(len(call[2])))
+
+    encoder.encode(batch_of([(3, 4), (2, 2)]), "pooled")
+    encoder.encode(batch_of([(3, 4), (2, 2)]), "patch")
+
+    assert heights == [18, 2, 18, 18]
+
+
 def test_a_truncated_tower_drops_what_it_cut_off_and_nothing_else(
     tiny: tuple[EncoderConfig, Dinov2Model],
 ) -> None:

@@ -111,9 +111,9 @@ def random_weights(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def load(folder: Path) -> Qwen3VL:
+def load(folder: Path, **changes: Any) -> Qwen3VL:
     """Our tower with a folder's weights."""
-    tower = Qwen3VL.from_checkpoint(read_model_config(folder), settings(), sdpa)
+    tower = Qwen3VL.from_checkpoint(read_model_config(folder), settings(**changes), sdpa)
     load_into(tower, tower.convert(read_tensors(folder, tower.wanted)))
     return tower.eval()
 
@@ -162,10 +162,10 @@ def grids_of(images: list[Pixels]) -> list[GridTHW]:
     return [(1, pixels.shape[0] // PATCH, pixels.shape[1] // PATCH) for pixels in images]
 
 
-def our_patches(batch: PackedBatch) -> Tensor:
+def our_patches(batch: PackedBatch, frames: int = 2) -> Tensor:
     """Patches of a batch through the project's own preprocessing."""
     preprocess = Preprocessor(
-        MEAN, STD, torch.device("cpu"), patch_size=PATCH, merge_size=MERGE, frames=2
+        MEAN, STD, torch.device("cpu"), patch_size=PATCH, merge_size=MERGE, frames=frames
     )
     return preprocess(torch.from_numpy(batch.pixels), batch.sizes, batch.sizes)
 
@@ -175,7 +175,7 @@ def ours(tower: Qwen3VL, images: list[Pixels], output: Output) -> list[Tensor]:
     batch = PackedBatch.of(images, grids_of(images), num_prefix=0)
     layout = batch.layout
     attention_layout = [torch.tensor(layout.cu_seqlens, dtype=torch.int32), layout.max_seqlen]
-    patches = our_patches(batch).to(tower.positions.dtype)
+    patches = our_patches(batch, tower.frames).to(tower.positions.weight.dtype)
     with torch.inference_mode():
         rows = tower(patches, tower.inputs(layout), attention_layout, output)
     counts = [1] * len(images) if output == "pooled" else list(tower.row_counts(layout))
@@ -276,6 +276,29 @@ def test_a_bfloat16_tower_stays_as_close_as_transformers_does(sharded: Path) -> 
     assert rows.dtype == torch.bfloat16
     assert (rows - exact).abs().mean() < 1.1 * their_error
     assert {row.dtype for row in pooled} == {torch.float32}
+
+
+def test_folded_frames_give_the_rows_of_repeated_ones(sharded: Path) -> None:
+    folded = load(sharded, fold_frames=True)
+    expected = ours(load(sharded), images_of(NINE), "patch")
+
+    rows = ours(folded, images_of(NINE), "patch")
+
+    assert folded.patch_embed.in_features == 3 * PATCH**2
+    torch.testing.assert_close(torch.cat(rows), torch.cat(expected), **TOLERANCE)
+
+
+def test_folded_weights_are_summed_in_fp32_and_rounded_once(sharded: Path) -> None:
+    with torch.device("meta"):
+        empty = Qwen3VL.from_checkpoint(
+            read_model_config(sharded), settings(fold_frames=True), sdpa
+        )
+    name = "model.visual.patch_embed.proj.weight"
+    weight = read_tensors(sharded, name.__eq__)[name].bfloat16()
+
+    folded = empty.convert({name: weight})["patch_embed.weight"]
+
+    assert torch.equal(folded, (weight[:, :, 0].float() + weight[:, :, 1].float()).flatten(1))
 
 
 @pytest.mark.parametrize("output", ["patch", "pooled"])
@@ -397,7 +420,7 @@ def one_file(whole_model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("theirs", "our"),
     [
-        ("pos_embed.weight", "positions"),
+        ("pos_embed.weight", "positions.weight"),
         ("patch_embed.proj.bias", "patch_embed.bias"),
         ("blocks.3.attn.qkv.bias", "blocks.3.attention.qkv.bias"),
         ("deepstack_merger_list.1.norm.weight", "deepstack.1.norm.weight"),

@@ -13,6 +13,7 @@ from encoders import EncoderConfig
 from encoders.attention import Backend, sdpa
 from encoders.backends import choose_backend
 from encoders.encoder import Encoder
+from encoders.forward import Forward
 from encoders.packing import PackedBatch
 from encoders.preprocess import Preprocessor
 from encoders.sizes import NUM_PREFIX, grid_thw
@@ -35,7 +36,9 @@ def encoder_of(subject: Subject, dtype: str, *, attention: str = "auto") -> Enco
     tower = family.from_checkpoint(subject.config_json, settings, backend.attention)
     state = {k: v for k, v in released(subject.reference).items() if tower.wanted(k)}
     load_into(tower, tower.convert(state))
-    return Encoder(settings, tower.eval().to(CUDA, torch_dtype), backend, CUDA)
+    return Encoder(
+        settings, Forward(tower.eval().to(CUDA, torch_dtype), backend, CUDA, torch_dtype)
+    )
 
 
 def batch_for(config: EncoderConfig, sizes: Sequence[tuple[int, int]] = SIZES) -> PackedBatch:
@@ -74,7 +77,9 @@ def test_fp32_on_the_gpu_is_fp32_on_the_cpu(subject: Subject) -> None:
     state = {k: v for k, v in released(subject.reference).items() if tower.wanted(k)}
     load_into(tower, tower.convert(state))
     backend = Backend("sdpa", sdpa, boundaries="host", capturable=False)
-    on_cpu = Encoder(on_gpu.config, tower.eval().float(), backend, torch.device("cpu"))
+    on_cpu = Encoder(
+        on_gpu.config, Forward(tower.eval().float(), backend, torch.device("cpu"), torch.float32)
+    )
 
     rows = on_gpu.encode(batch)
 

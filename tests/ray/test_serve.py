@@ -51,6 +51,16 @@ def test_a_posted_photo_comes_back_as_its_embedding(
     np.testing.assert_allclose(item["embedding"], demo_encoder.encode(batch)[0], atol=2e-5)
 
 
+def test_the_model_shows_each_encoders_graphs(served: str, photos: dict[str, bytes]) -> None:
+    embed(served, [photos["astronaut.png"]])
+
+    models = httpx.get(served + "/v1/models", timeout=60).json()
+
+    ((_, graphs),) = models["data"][0]["graphs"].items()
+    assert graphs["misses"].keys() == {"backend"}  # the attention of the CPU is not captured
+    assert graphs["hits"] == graphs["mismatches"] == 0
+
+
 def test_many_files_come_back_in_order_whatever_their_neighbours(
     served: str, photos: dict[str, bytes]
 ) -> None:

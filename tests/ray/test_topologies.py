@@ -36,11 +36,14 @@ def test_every_topology_gives_the_same_embeddings(
         timeout=60,
     )
     ready = httpx.get(f"{served}/{topology}/ready", timeout=60)
+    models = httpx.get(f"{served}/{topology}/v1/models", timeout=60).json()
 
     pixels = [decode_rgb(photos[name], demo_encoder.config.limits) for name in names]
     grids = [grid_thw(demo_encoder.config, *image.shape[:2]) for image in pixels]
     expected = np.stack(demo_encoder.encode(PackedBatch.of(pixels, grids, 1)))
     np.testing.assert_allclose(np.load(io.BytesIO(reply.content)), expected, atol=2e-5)
     assert ready.status_code == 200
+    ((_, graphs),) = models["data"][0]["graphs"].items()
+    assert graphs["misses"].keys() == {"backend"}  # of one encoder, which is on the CPU
     assert set(serve.status().applications[topology].deployments) == TIERS[topology]
     serve.delete(topology)

@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -19,12 +20,14 @@ from PIL import Image
 
 from encoders.config import EncoderConfig
 from encoders.errors import ConfigError, DeadlineExceeded, EncoderError, InvalidImage, Overloaded
+from encoders.graph_stats import GraphStats
 from encoders.packing import PackedBatch
+from serve_app import endpoints
 from serve_app.api import build_api
 from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
 from serve_app.endpoints import NPY, TIMEOUT_HEADER, ApiLimits
-from serve_app.service import Embedding, ImageItem, ImageService, Rows
+from serve_app.service import Embedding, EncoderGraphs, ImageItem, ImageService, Rows
 from serve_app.waiting import BatchLimits
 
 CONFIG = EncoderConfig.load("dinov2-demo")
@@ -36,6 +39,9 @@ def embedding(data: bytes) -> Embedding:
     """What the service below makes of any bytes: a unit vector, and their number as patches."""
     values = np.random.default_rng(zlib.crc32(data)).standard_normal(WIDTH)
     return Embedding((values / np.linalg.norm(values)).astype(np.float32), (1, 1, len(data)))
+
+
+GRAPHS = GraphStats(hits=7, misses={"unseen": 3}, captures=2, graphs=2, pool_bytes=4096)
 
 
 class Service:
@@ -50,6 +56,9 @@ class Service:
         if self.error is not None:
             raise self.error
         return [embedding(item.data) for item in images]
+
+    async def encoders(self) -> EncoderGraphs:
+        return {"host:1": GRAPHS}
 
     @property
     def names(self) -> list[str]:
@@ -70,9 +79,16 @@ class Stuck:
             raise
         return []
 
+    async def encoders(self) -> EncoderGraphs:
+        await asyncio.Event().wait()
+        return {}
+
 
 class MeanSlots:
     """One encoder, always free, whose rows are the images' mean values."""
+
+    def encoders(self) -> EncoderGraphs:
+        return {}
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator["MeanSlots"]:
@@ -685,6 +701,17 @@ async def test_with_the_key_a_request_passes(scheme: str) -> None:
     assert models.status_code == 200
 
 
+async def test_models_are_told_of_while_no_batcher_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoints, "REPORT_WITHIN_S", 0.05)
+    async with make_client(Stuck()) as client:
+        response = await client.get("/v1/models")
+
+    assert response.status_code == 200
+    assert response.json()["data"][0]["graphs"] == {}
+
+
 async def test_a_key_beyond_ascii_passes() -> None:
     headers = {"authorization": "Bearer k\u00e4se".encode()}
     async with make_client(Service(), api_key="k\u00e4se", headers=headers) as client:
@@ -1081,6 +1108,7 @@ async def test_the_model_is_listed_with_every_limit_that_a_client_has_to_keep() 
                 "max_image_bytes": CONFIG.limits.max_bytes,
                 "max_image_pixels": CONFIG.limits.max_pixels,
                 "max_aspect_ratio": CONFIG.limits.max_aspect_ratio,
+                "graphs": {"host:1": asdict(GRAPHS)},
             }
         ],
     }

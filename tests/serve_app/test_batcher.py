@@ -25,7 +25,7 @@ from encoders.errors import (
 from encoders.packing import PackedBatch
 from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
-from serve_app.service import Embedding, ImageItem, Rows
+from serve_app.service import Embedding, EncoderGraphs, ImageItem, Rows
 from serve_app.waiting import BatchLimits
 from tests.conditions import until
 
@@ -71,6 +71,9 @@ class Slots:
         self.batches.append([tuple(int(value) for value in row) for row in rows])
         await self.go.wait()
         return self.change(rows)
+
+    def encoders(self) -> EncoderGraphs:
+        return {}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {}

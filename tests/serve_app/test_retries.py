@@ -30,7 +30,7 @@ from encoders.packing import PackedBatch
 from serve_app.batcher import MAX_RETRIES, Batcher, QueueLimits
 from serve_app.handles import unwrapped
 from serve_app.local import LocalSlots
-from serve_app.service import Embedding, ImageItem, Rows, Stats
+from serve_app.service import Embedding, EncoderGraphs, ImageItem, Rows, Stats
 from serve_app.waiting import BatchLimits
 from tests.conditions import until
 
@@ -72,6 +72,9 @@ class Slots:
 
     async def check_health(self) -> None:
         """Always well."""
+
+    def encoders(self) -> EncoderGraphs:
+        return {}
 
     def record_autoscaling_stats(self) -> Stats:
         return {"outstanding_patches": 7.0}

@@ -1,0 +1,150 @@
+"""Which graph runs a batch: by its exact layout, or by a budget that it is padded to. Host data."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from encoders.packing import Call, Output, PackedLayout
+
+GraphMode = Literal["off", "exact", "budget"]
+
+LADDER_STEP = 1.125
+"""Budgets rise by this factor: a batch is padded by an eighth at most, by 7 % on average."""
+SMALLEST_BUDGET = 64
+FEWEST_SLOTS = 4
+LEAST_MAX_SEQLEN = 256
+
+
+class GraphKey(NamedTuple):
+    """What a graph is recorded for. Not height and width: those are in its inputs."""
+
+    kind: Literal["exact", "budget"]
+    output: Output
+    shape: tuple[int, ...]
+    """`exact`: rows of each image, longest first. `budget`: patches, slots, max_seqlen."""
+
+
+class Plan(NamedTuple):
+    """A graph that could run a call, and the layout that it would run."""
+
+    key: GraphKey
+    layout: PackedLayout
+    """The call's own, or with padding after it."""
+    max_seqlen: int
+
+
+class Planner(NamedTuple):
+    """Chooses keys, alike in every process that has it."""
+
+    mode: GraphMode
+    merge_size: int
+    max_patches: int
+    max_images: int
+
+    def plans(self, call: Call) -> tuple[Plan, ...]:
+        """What could run a call, best first; nothing if it is over the limits."""
+        if self.mode == "off" or not self.admits(call.layout):
+            return ()
+        plans = (self.exact_plan(call),)
+        return plans if self.mode == "exact" else (self.budget_plan(call), *plans)
+
+    def plan(self, key: GraphKey, call: Call) -> Plan:
+        """The plan of that key's kind."""
+        return self.exact_plan(call) if key.kind == "exact" else self.budget_plan(call)
+
+    def exact_plan(self, call: Call) -> Plan:
+        """The call as it is."""
+        key = GraphKey("exact", call.output, call.layout.seqlens)
+        return Plan(key, call.layout, call.layout.max_seqlen)
+
+    def admits(self, layout: PackedLayout) -> bool:
+        """Whether a batch is within the limits."""
+        return layout.num_patches <= self.max_patches and layout.num_images <= self.max_images
+
+    def budget_plan(self, call: Call) -> Plan:
+        """The least budget that holds a call.
+
+        Its padding is one image of its own, and empty slots are images without patches, so that
+        every row belongs to a segment and no kernel meets memory that nobody wrote.
+        """
+        layout = call.layout
+        patches = next(step for step in self.ladder() if step >= layout.num_patches)
+        padding = patches - layout.num_patches
+        slots = next(n for n in self.slots() if n >= layout.num_images + (padding > 0))
+        padded = with_padding(layout, padding, slots, self.merge_size)
+        max_seqlen = LEAST_MAX_SEQLEN
+        while max_seqlen < max(padded.seqlens):
+            max_seqlen *= 2
+        key = GraphKey("budget", call.output, (patches, slots, max_seqlen))
+        return Plan(key, padded, max_seqlen)
+
+    def witnesses(self, plan: Plan, call: Call) -> list[Call]:
+        """Calls that the plan's graph has to get right, in the order in which to try them.
+
+        Of a budget: the fullest and the emptiest batch, few images and many, one after another.
+        """
+        if plan.key.kind == "exact":
+            return [call]
+        block, (patches, slots, longest) = self.merge_size**2, plan.key.shape
+        below = max((step for step in self.ladder() if step < patches), default=0)
+        others = []
+        for total in (patches, below + block):
+            for images in (1, slots // 2, slots - 1):
+                first = min(total - (images - 1) * block, longest - call.layout.num_prefix)
+                first -= first % block
+                layout = split_evenly(total, first, images, self.merge_size, call.layout.num_prefix)
+                if layout is not None and self.admits(layout):
+                    others.append(Call(layout, call.output))
+        fitting = [other for other in others if self.budget_plan(other).key == plan.key]
+        return [call, *fitting, call]
+
+    def ladder(self) -> tuple[int, ...]:
+        """Budgets in patches, rising; the last is the largest batch that is admitted."""
+        return tuple(_ladder(self.merge_size**2, self.max_patches))
+
+    def slots(self) -> Iterator[int]:
+        """Numbers of images that graphs are recorded for, padding included."""
+        slots = FEWEST_SLOTS
+        while slots <= self.max_images:
+            yield slots
+            slots *= 2
+        yield slots
+
+    @property
+    def most_slots(self) -> int:
+        """Images of the widest graph, padding included."""
+        return max(self.slots()) if self.mode == "budget" else self.max_images
+
+
+@cache
+def _ladder(block: int, max_patches: int) -> list[int]:
+    largest = max(max_patches // block, 1) * block
+    steps, step = [], max(SMALLEST_BUDGET // block, 1) * block
+    while step < largest:
+        steps.append(step)
+        step = max(round(step * LADDER_STEP / block), step // block + 1) * block
+    return [*steps, largest]
+
+
+def with_padding(layout: PackedLayout, padding: int, slots: int, merge_size: int) -> PackedLayout:
+    """A layout with an image of `padding` patches after its own, and empty ones up to `slots`."""
+    dummy = ((1, merge_size, padding // merge_size),) if padding else ()
+    grids = (*layout.grid_thw, *dummy)
+    grids += ((1, 0, 0),) * (slots - len(grids))
+    lengths = (layout.num_prefix + rows * columns for _, rows, columns in grids)
+    boundaries = tuple(accumulate(lengths, initial=0))
+    return PackedLayout(tuple(range(slots)), grids, boundaries, layout.num_prefix)
+
+
+def split_evenly(
+    total: int, first: int, images: int, merge_size: int, num_prefix: int
+) -> PackedLayout | None:
+    """Images of `total` patches, one of `first` and the others alike; None if there are too few."""
+    block = merge_size**2
+    blocks, others = (total - first) // block, images - 1
+    if first <= 0 or blocks < others or (blocks and not others):
+        return None
+    sizes = [blocks // others + (i < blocks % others) for i in range(others)]
+    grids = [(1, merge_size, n * merge_size) for n in (first // block, *sizes)]
+    return PackedLayout.of(grids, num_prefix)

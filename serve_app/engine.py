@@ -1,0 +1,112 @@
+"""The one thread that may touch a device, and the Encoder that lives on it."""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from encoders.config import EncoderConfig
+from encoders.encoder import DTYPES, Encoder
+from encoders.graph_stats import GraphStats
+from encoders.packing import PackedBatch
+from serve_app import metrics
+from serve_app.graph_metrics import publish
+from serve_app.service import Dtype, Encoded, Output, Rows
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CAPTURE_EVERY_S = 10.0
+"""An engine without a pause does one piece of idle work in this time: a capture is about 50 ms."""
+
+
+class Engine:
+    """Loads an Encoder and runs its batches one after another; captures graphs in the pauses."""
+
+    def __init__(self, config: EncoderConfig, device: str) -> None:
+        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        """Of this process among all of the cluster's."""
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._encoder = self._thread.submit(Encoder.load, config, device).result()
+        self._published = GraphStats()
+        self._num_batches = 0
+        self._captured_at = time.monotonic()
+        self._idle_work: asyncio.Task[None] | None = None
+
+    def encode_now(self, batch: PackedBatch) -> None:
+        """Encode a batch while no loop runs yet."""
+        self._thread.submit(self._encode, batch).result()
+
+    async def encode(self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]) -> Encoded:
+        """Rows for every image, each in its own dtype: float32 if none is given."""
+        self._num_batches += 1
+        try:
+            encoded = await self._on_thread(self._encode, batch, output, dtypes)
+        finally:
+            self._num_batches -= 1
+        publish(encoded.graphs, self._published)
+        self._published = encoded.graphs
+        self._resume_idle_work()
+        return encoded
+
+    def graph_stats(self) -> GraphStats:
+        """What the Encoder's graph runner had done when the last batch ended."""
+        return self._published
+
+    def _encode(
+        self, batch: PackedBatch, output: Output = "pooled", dtypes: Sequence[Dtype] = ()
+    ) -> Encoded:
+        rows = self._rows(batch, output, dtypes)
+        # On this thread: it alone changes what is told of.
+        graphs = self._encoder.graphs
+        return Encoded(rows, self.name, graphs.stats(), graphs.digest())
+
+    def _rows(
+        self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
+    ) -> Sequence[Rows] | Rows:
+        dtypes = dtypes or ["float32"] * batch.layout.num_images
+        # Of several, the widest: narrowed from it on the host, a value has the same bits.
+        common = dtypes[0] if len(set(dtypes)) == 1 else "float32"
+        with metrics.timed("encoder_forward_ms"):
+            results = self._encoder.encode(batch, output, common)
+        if output == "pooled" and set(dtypes) == {"float32"}:
+            return torch.stack(results).numpy()  # travels as one object
+        return [as_rows(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
+
+    def _resume_idle_work(self) -> None:
+        going_on = self._idle_work is not None and not self._idle_work.done()
+        if not going_on and self._encoder.graphs.has_work and self._may_idle():
+            self._idle_work = asyncio.create_task(self._work_while_idle())
+            self._idle_work.add_done_callback(_log_error)
+
+    async def _work_while_idle(self) -> None:
+        while self._may_idle() and await self._on_thread(self._encoder.idle):
+            self._captured_at = time.monotonic()
+
+    def _may_idle(self) -> bool:
+        return not self._num_batches or time.monotonic() - self._captured_at > CAPTURE_EVERY_S
+
+    async def _on_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def as_rows(result: Tensor, dtype: Dtype) -> Rows:
+    """A host tensor as NumPy's array of that type; of bfloat16, the bits."""
+    result = result.to(DTYPES[dtype])
+    if dtype == "bfloat16":
+        return result.view(torch.int16).numpy().view(np.uint16)
+    return result.numpy()
+
+
+def _log_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("idle work failed; batches are served nonetheless", exc_info=error)

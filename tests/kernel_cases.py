@@ -1,0 +1,59 @@
+"""Inputs of the fused kernels and what their results may differ by: for the CPU and for a GPU.
+
+Shapes: T = rows, D = width, H = heads, K = head width, G = cells, Q = taps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAN_ROW = 1
+
+
+def near(dtype: torch.dtype) -> dict[str, Any]:
+    """One unit in the last place, and where values cancel to almost nothing fp32's own error."""
+    rtol = 1e-5 if dtype is torch.float32 else torch.finfo(dtype).eps
+    return {"rtol": rtol, "atol": 2e-6, "equal_nan": True}
+
+
+def random(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Values of unit variance."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def norm_of(width: int, dtype: torch.dtype, device: str = "cpu") -> nn.LayerNorm:
+    """A norm whose weight and bias both show."""
+    norm = nn.LayerNorm(width, eps=1e-6)
+    norm.weight.data = random(width, dtype=torch.float32, seed=1)
+    norm.bias.data = random(width, dtype=torch.float32, seed=2)
+    return norm.to(device, dtype).requires_grad_(False)
+
+
+def turns(rows: int, size: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [T, K] in which no two channels of a head turn alike."""
+    angles = random(rows, size, dtype=torch.float32, seed=3)
+    sines = angles.sin()
+    sines[:, : size // 2] *= -1
+    return angles.cos().to(device), sines.to(device)
+
+
+def taps(rows: int, cells: int, count: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Cells [T, Q] and fp32 weights [T, Q], some negative as bicubic ones are."""
+    generator = torch.Generator().manual_seed(4)
+    cell_TQ = torch.randint(0, cells, (rows, count), generator=generator, dtype=torch.int32)
+    return cell_TQ.to(device), random(rows, count, dtype=torch.float32, seed=5).to(device)
+
+
+def spoilt(x_TD: Tensor) -> Tensor:
+    """A copy with NaN and an infinity in one row."""
+    x_TD = x_TD.clone()
+    x_TD[NAN_ROW, 0] = torch.nan
+    x_TD[NAN_ROW, 1] = torch.inf
+    return x_TD
+
+
+def others(x_TD: Tensor) -> Tensor:
+    """The rows that `spoilt` left alone."""
+    return torch.cat([x_TD[:NAN_ROW], x_TD[NAN_ROW + 1 :]])
