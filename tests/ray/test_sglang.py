@@ -167,6 +167,10 @@ async def test_an_encoder_that_is_killed_in_the_middle_costs_no_message(
     large = [png(seed, (1000, 1000)) for seed in range(8)]
     bodies = [body([image], receiver, f"k{i}") for i, image in enumerate(large)]
     async with client() as http:
+        start = time.monotonic()
+        await asyncio.gather(*(post(http, f"{app_url}/encode", x) for x in bodies))
+        calm = time.monotonic() - start
+        await asyncio.to_thread(lambda: [receiver.take() for _ in bodies])
         calls = [asyncio.create_task(post(http, f"{app_url}/encode", x)) for x in bodies]
         await until(lambda: num_ongoing(APP, "Encoder") >= 3)  # two slots each: both are busy
         victim = min(pids(APP, "Encoder"))
@@ -180,8 +184,8 @@ async def test_an_encoder_that_is_killed_in_the_middle_costs_no_message(
     assert len({x.data.req_id for x in messages}) == len(bodies)
     assert all(x.rows is not None for x in messages)
     assert list(receiver.rest()) == []
-    print(f"all {len(bodies)} parts were sent {took:.1f} s after the kill")
-    assert took < FAILS_WITHIN_S
+    print(f"all {len(bodies)} parts: {calm:.1f} s, and {took:.1f} s from the kill on")
+    assert took < calm + FAILS_WITHIN_S  # half of the encoders were left
     await until(lambda: num_running(APP, "Encoder") == 2)
 
 
@@ -209,14 +213,16 @@ async def test_200_calls_at_once_give_200_messages_and_memory_stays_flat(
             used.append({pid: memory_mb(pid) for tier in TIERS for pid in pids(APP, tier)})
 
     # After some turns, in which each replica meets its peak.
-    growth = {pid: used[-1][pid] - used[4][pid] for pid in used[-1]}
+    growth = {tier: [used[-1][x] - used[4][x] for x in sorted(pids(APP, tier))] for tier in TIERS}
     print(f"/health: {len(health_took)} answers, slowest {max(health_took):.2f} s")
     print(f"growth in MB, turns 5 to 8: {growth}, of {sum(used[-1].values())} MB")
     # The rule by which SGLang drops an encoder; here all tiers and the clients share two cores.
     late = [took > 2 for took in health_took]
     assert not any(all(late[i : i + 3]) for i in range(len(late)))
     assert np.median(health_took) < 1
-    assert sum(growth.values()) < 40
+    # What leaks does so in every replica; one alone may have met its peak late. 300 bodies that an
+    # Ingress kept would be 20 MB.
+    assert max(min(of_tier) for of_tier in growth.values()) < 20
 
 
 PROBE = """
