@@ -13,7 +13,9 @@ EncoderError
 │   └── InvalidImage           an image that cannot be decoded, or not encoded
 ├── DeadlineExceeded           the answer was not ready in time
 ├── Overloaded                 a queue is full; the same request may pass later
-└── ReplicaLost                a replica went away with the work; another may do it
+├── ReplicaLost                a replica went away with the work; another may do it
+├── PeerUnreachable            a server that the answer goes to or comes from cannot be reached
+└── PeerTimeout                such a server was reached, and does not do its part in time
 """
 
 from typing import Self
@@ -81,3 +83,11 @@ class Overloaded(EncoderError):
 
 class ReplicaLost(EncoderError):
     """A replica went away with the work; another may do it."""
+
+
+class PeerUnreachable(EncoderError):
+    """A server that the answer goes to, or comes from, cannot be reached or fails."""
+
+
+class PeerTimeout(EncoderError):
+    """A server that the answer goes to, or comes from, does not do its part in time."""

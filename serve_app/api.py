@@ -40,9 +40,17 @@ REPLY: dict[int | str, dict[str, Any]] = {200: {"model": schemas.EmbeddingsReply
 
 
 def build_api(
-    service: ImageService, config: EncoderConfig, limits: ApiLimits, traffic: Traffic | None = None
+    service: ImageService,
+    config: EncoderConfig,
+    limits: ApiLimits,
+    traffic: Traffic | None = None,
+    more: APIRouter | None = None,
+    more_v1: APIRouter | None = None,
 ) -> FastAPI:
-    """The whole HTTP interface over anything that turns images into embeddings."""
+    """The whole HTTP interface over anything that turns images into embeddings.
+
+    What `more` routes needs no key; `more_v1` stands under `/v1`, behind the key.
+    """
     endpoints = Endpoints(service, config, limits)
     app = FastAPI(title="Image embeddings", version=__version__)
     app.get("/health", summary="Live: this process answers")(endpoints.health)
@@ -53,7 +61,11 @@ def build_api(
     v1.post("/images/embeddings", responses=REPLY, openapi_extra=IMAGE_BODY)(
         endpoints.image_embeddings
     )
+    if more_v1:
+        v1.include_router(more_v1)
     app.include_router(v1)
+    if more:
+        app.include_router(more)
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     app.add_middleware(Watch, traffic=traffic or Traffic(), access_log=limits.access_log)
     refusals.install(app)

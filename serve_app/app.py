@@ -26,6 +26,8 @@ CPUS = 0.1
 """Logical CPUs of a replica. They only place it; a laptop has two for all of them."""
 MANY = 1024
 """Requests that Ray lets through: the Batcher's own queue limits refuse, with a reason."""
+SPARE = 4
+"""SGLang's calls wait for one another, so Ingress limits each kind and Ray lets all of them in."""
 NO_GPU = {"env_vars": {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}}
 """Ray does not hide the GPUs of a node from replicas that asked for none."""
 
@@ -82,15 +84,17 @@ def ingress(
 ) -> Application:
     """The Ingress deployment over a service that each replica makes for itself."""
     options = options or {"num_cpus": CPUS, "runtime_env": NO_GPU}
-    bare = deployment("Ingress", args, options)
-    return bare(serve.ingress()(Ingress)).bind(make_service, config, args.api)
+    bare = deployment("Ingress", args, options, MANY * SPARE if args.sglang else MANY)
+    return bare(serve.ingress()(Ingress)).bind(make_service, config, args.api, args.sglang)
 
 
-def deployment(name: str, args: AppArgs, options: dict[str, Any]) -> Callable[..., Any]:
+def deployment(
+    name: str, args: AppArgs, options: dict[str, Any], max_requests: int = MANY
+) -> Callable[..., Any]:
     """A tier in front of the encoders: it admits many requests, and has time to finish them."""
     return serve.deployment(
         name=name,
-        max_ongoing_requests=MANY,
+        max_ongoing_requests=max_requests,
         graceful_shutdown_timeout_s=args.api.request_timeout_s + 5,
         ray_actor_options=options,
     )

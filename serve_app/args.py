@@ -9,6 +9,7 @@ from encoders.errors import ConfigError
 from encoders.sizes import max_patches
 from serve_app.batcher import QueueLimits
 from serve_app.endpoints import ApiLimits
+from serve_app.sglang.settings import SGLangSettings
 from serve_app.waiting import BatchLimits
 
 
@@ -26,10 +27,14 @@ class AppArgs(Settings):
     api: ApiLimits = ApiLimits()
     batch: BatchLimits = BatchLimits()
     queue: QueueLimits = QueueLimits()
+    sglang: SGLangSettings | None = None
+    """None: no endpoint of SGLang's exists."""
 
 
 def check_limits(args: AppArgs, config: EncoderConfig) -> None:
     """What one limit admits, the next must have room for, or it would wait for ever."""
+    if args.sglang and config.family != "qwen3_vl":
+        raise ConfigError(f"sglang: SGLang splits no encoder of family {config.family} off")
     largest_image = 3 * config.limits.max_pixels
     for name, admitted, limit_name, limit in (
         ("api.max_images", args.api.max_images, "queue.max_images", args.queue.max_images),

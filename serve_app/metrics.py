@@ -44,6 +44,12 @@ TABLE = (
     Metric("encoder_requests_total", "counter", "Ingress", "requests", "answered", ("status",)),
     _duration("encoder_request_ms", "Ingress", "from headers to reply"),
     Metric("encoder_refusals_total", "counter", "Ingress", "requests", "refused", ("reason",)),
+    Metric("encoder_parts_total", "counter", "Ingress", "parts", "of SGLang, ended", ("result",)),
+    _duration("encoder_push_ms", "Ingress", "of one message, from connecting to written"),
+    Metric(
+        "encoder_parts_without_receivers", "gauge", "Ingress", "parts", "encoded, nobody to send to"
+    ),
+    Metric("encoder_registrations_total", "counter", "Ingress", "calls", "to SGLang", ("result",)),
     Metric("encoder_images_total", "counter", "Batcher", "images", "embedded"),
     Metric("encoder_patches_total", "counter", "Batcher", "patches", "embedded"),
     Metric("encoder_admitted_images", "gauge", "Batcher", "images", "admitted, not yet answered"),

@@ -15,6 +15,9 @@ from serve_app.refusals import refusal
 
 logger = logging.getLogger(__name__)
 
+WHILE_DRAINING = ("/health", "/scheduler_receive_url")
+"""Paths that are served to the end: requests under way wait for those who register."""
+
 
 class Traffic:
     """The requests of one Ingress replica: how many run, and whether new ones are let in."""
@@ -78,7 +81,7 @@ class Watch:
 
     def _answer(self, scope: Scope) -> ASGIApp:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # the app's route prefix
-        if self._traffic.draining and path != "/health":
+        if self._traffic.draining and path not in WHILE_DRAINING:
             return refusal(Overloaded("this replica is shutting down; another may answer"))
         return self._app
 

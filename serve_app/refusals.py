@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,6 +28,8 @@ STATUS: dict[type[EncoderError], HTTPStatus] = {
     errors.InvalidImage: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.Overloaded: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.ReplicaLost: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.PeerUnreachable: HTTPStatus.BAD_GATEWAY,
+    errors.PeerTimeout: HTTPStatus.GATEWAY_TIMEOUT,
 }
 HEADERS = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
@@ -44,15 +46,29 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _failed)
 
 
-def refusal(error: EncoderError) -> JSONResponse:
-    """The reply to an error of the tree; one that no client can mend is a plain 500."""
-    status = STATUS.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
-    if status is HTTPStatus.INTERNAL_SERVER_ERROR:
+class Verdict(NamedTuple):
+    """What a client is told of an error."""
+
+    status: HTTPStatus
+    message: str
+    code: str | None = None
+
+
+def verdict(error: BaseException) -> Verdict:
+    """Status and words for an error, which is counted; one that no client can mend is logged."""
+    status = STATUS.get(type(error)) if isinstance(error, EncoderError) else None
+    if status is None:
         logger.error("%s", error, exc_info=error)
-        return reply(status, "internal error")
+        return Verdict(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
     code = snake_case(type(error).__name__)
     counter("encoder_refusals_total").inc(tags={"reason": code})
-    return reply(status, str(error), code=code, param=error.item)
+    return Verdict(status, str(error), code)
+
+
+def refusal(error: EncoderError) -> JSONResponse:
+    """The reply to an error of the tree; one that no client can mend is a plain 500."""
+    status, message, code = verdict(error)
+    return reply(status, message, code=code, param=error.item if code else None)
 
 
 def reply(

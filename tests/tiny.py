@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from encoders import EncoderConfig
 from encoders.attention import sdpa
 from encoders.towers.dinov2 import Dinov2
+from encoders.towers.qwen3_vl import Qwen3VL
 
 CHECKPOINT = {
     "model_type": "dinov2",
@@ -72,3 +73,46 @@ def released_names(tower: Dinov2) -> dict[str, torch.Tensor]:
         name = name.replace("scale1", "layer_scale1.lambda1")
         theirs[name.replace("scale2", "layer_scale2.lambda1")] = tensor
     return theirs
+
+
+QWEN3_VL = {
+    "model_type": "qwen3_vl",
+    "hidden_act": "gelu_pytorch_tanh",
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 8,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 1],
+}
+QWEN3_VL_COLUMNS = 8 * (1 + 2)
+"""Of a patch row: the merger's, then two deepstack features."""
+
+
+def write_tiny_qwen3_vl(folder: Path, *, max_pixels: int = 256 * 256) -> Path:
+    """The same for a tower with deepstack, whose patch rows SGLang's language models take."""
+    torch.manual_seed(0)
+    settings = {
+        "name": "tiny-qwen3-vl",
+        "family": "qwen3_vl",
+        "weights": {"source": "local", "path": str(folder)},
+        "patch_size": 16,
+        "merge_size": 2,
+        "dimensions": 8,
+        "pooling": "mean",
+        "resize": {"rule": "smart_resize", "min_pixels": 32 * 32, "max_pixels": max_pixels},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    tower = Qwen3VL.from_checkpoint(QWEN3_VL, EncoderConfig.model_validate(settings), sdpa)
+    # Our own names are accepted too. No weight stays zero, where a lost one would not show.
+    weights = {name: 0.2 * torch.randn_like(x) + x for name, x in tower.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(QWEN3_VL))
+    path = folder / "tiny-qwen3-vl.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path

@@ -21,9 +21,13 @@ with warnings.catch_warnings():
 
     from serve_app.app import SLOTS, build_app, resolve_device
     from serve_app.args import AppArgs, check_limits, max_patches
+    from serve_app.sglang.settings import SGLangSettings
+    from serve_app.sglang.slots import MAX_CALLS
+    from serve_app.waiting import BatchLimits
 
 CONFIG_FILE = Path(__file__).parents[2] / "serve_config.yaml"
 CONFIG = EncoderConfig.load("dinov2-demo")
+LARGE = BatchLimits(max_patches=65_536)
 
 
 def read_config_file() -> dict[str, Any]:
@@ -51,6 +55,7 @@ def built(device: str = "cpu") -> BuiltApplication:
         {"batch": {"max_bytes": -1}},
         {"queue": {"decode_threads": 0}},
         {"api": {"request_timeout_s": 0}},
+        {"sglang": {"receivers": "everywhere"}},
     ],
     ids=repr,
 )
@@ -182,6 +187,24 @@ def test_an_encoder_has_as_many_requests_as_slots_and_the_others_leave_refusing_
     ongoing = {x.name: x.max_ongoing_requests for x in app.deployments}
     assert ongoing["Encoder"] == SLOTS == 2
     assert min(ongoing["Ingress"], ongoing["Batcher"]) >= 1024
+
+
+def test_ingress_has_room_for_calls_that_wait_and_for_those_that_they_wait_for() -> None:
+    app = unfold(
+        build_app(
+            AppArgs(encoder="qwen3-vl-2b", device="cpu", batch=LARGE, sglang=SGLangSettings())
+        ),
+        name="encoder",
+    )
+
+    (ingress,) = (x for x in app.deployments if x.name == "Ingress")
+    # Two kinds of calls are limited, and the rest is for registrations and health.
+    assert ingress.max_ongoing_requests > 2 * MAX_CALLS
+
+
+def test_building_refuses_sglang_in_front_of_a_tower_that_it_has_no_model_for() -> None:
+    with pytest.raises(ConfigError, match="sglang: SGLang splits no encoder of family dinov2 off"):
+        build_app(AppArgs(device="cpu", sglang=SGLangSettings()))
 
 
 def test_the_shipped_file_has_valid_arguments_that_fit_each_other() -> None:

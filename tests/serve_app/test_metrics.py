@@ -17,7 +17,7 @@ MAKERS |= {"timed": "histogram", "observe_since": "histogram"}
 def used() -> dict[str, set[str]]:
     """Names of metrics in our code, each with the kinds as which it is used."""
     found = dict[str, set[str]]()
-    for file in sorted((ROOT / "serve_app").glob("*.py")):
+    for file in sorted((ROOT / "serve_app").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not node.args:
                 continue

@@ -23,6 +23,8 @@ EXPECTED = {
     errors.InvalidImage: 422,
     errors.Overloaded: 503,
     errors.ReplicaLost: 503,
+    errors.PeerUnreachable: 502,
+    errors.PeerTimeout: 504,
 }
 OURS = {errors.ConfigError, errors.WeightsError, errors.BackendUnavailable}
 """What no client can mend: a plain 500."""

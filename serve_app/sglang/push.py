@@ -1,0 +1,85 @@
+"""One ZMQ message to each receiver: where one may connect to, and when it has been sent."""
+
+import asyncio
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+
+import zmq
+import zmq.asyncio
+
+from encoders.errors import InvalidRequest, PeerUnreachable
+from serve_app import metrics
+from serve_app.sglang.wire import Frames
+
+MAX_SOCKETS = 16 * 1024
+"""At once in one process; ZMQ's own default is 1023."""
+LINGER_MS = 5000
+"""How long the tail of a message that was sent may still take after its socket is closed."""
+
+Networks = Sequence[IPv4Network | IPv6Network]
+
+
+def endpoint(host: str, port: int, allowed: Networks) -> str:
+    """ZMQ's address of a receiver. Raises `InvalidRequest` unless its network is allowed.
+
+    Names are refused: what they mean may change between the check and the connection.
+    """
+    try:
+        address: IPv4Address | IPv6Address = ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError as error:
+        raise InvalidRequest(f"the receiver's host {host[:80]!r} is no IP address") from error
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_unspecified or not any(address in network for network in allowed):
+        networks = ", ".join(map(str, allowed))
+        raise InvalidRequest(f"the receiver {address} is not in sglang.receivers ({networks})")
+    return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[host]:port`. Raises `InvalidRequest`."""
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
+        raise InvalidRequest(f"the receiver's address {address[:80]!r} is not host:port")
+    return host, int(port)
+
+
+class Pusher:
+    """Sends each message once, over a connection of its own."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+
+    async def push(self, receiver: str, frames: Frames) -> None:
+        """Send one message; it has left this process on return. Raises `PeerUnreachable`."""
+        socket = self._context.socket(zmq.PUSH)
+        linger_ms = 0  # what failed is never sent after all
+        try:
+            socket.setsockopt(zmq.IPV6, int(receiver.startswith("tcp://[")))
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # not into the queue of a connection to nobody
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(receiver)
+            with metrics.timed("encoder_push_ms"):
+                async with asyncio.timeout(self._timeout_s):
+                    await _sent(socket, [frame for frame in frames if frame is not None])
+            linger_ms = LINGER_MS
+        except TimeoutError as error:
+            message = f"the receiver {receiver} took no message within {self._timeout_s:g} s"
+            raise PeerUnreachable(message) from error
+        finally:
+            socket.close(linger_ms)
+
+    def close(self) -> None:
+        """Wait until what was sent has left, at most the linger."""
+        self._context.destroy(LINGER_MS)
+
+
+async def _sent(socket: zmq.asyncio.Socket, frames: Sequence[object]) -> None:
+    """Return when ZMQ needs the frames' memory no more: it has written them."""
+    tracker = await socket.send_multipart(frames, copy=False, track=True)
+    assert tracker is not None  # it was asked for
+    pause_s = 0.0005
+    while not tracker.done:
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
