@@ -14,6 +14,9 @@ LADDER_STEP = 1.125
 SMALLEST_BUDGET = 64
 FEWEST_SLOTS = 4
 LEAST_MAX_SEQLEN = 256
+ROOMY_MAX_SEQLEN = 4096
+"""Up to here `max_seqlen` follows from the budget alone: tiles without rows are cheaper there than
+a graph for each class."""
 
 
 class GraphKey(NamedTuple):
@@ -76,15 +79,25 @@ class Planner(NamedTuple):
         every row belongs to a segment and no kernel meets memory that nobody wrote.
         """
         layout = call.layout
-        patches = next(step for step in self.ladder() if step >= layout.num_patches)
+        key = self.budget_key(
+            call.output, layout.num_patches, layout.num_images, layout.max_seqlen, layout.num_prefix
+        )
+        patches, slots, max_seqlen = key.shape
         padding = patches - layout.num_patches
-        slots = next(n for n in self.slots() if n >= layout.num_images + (padding > 0))
-        padded = with_padding(layout, padding, slots, self.merge_size)
+        return Plan(key, with_padding(layout, padding, slots, self.merge_size), max_seqlen)
+
+    def budget_key(
+        self, output: Output, patches: int, images: int, longest: int, num_prefix: int
+    ) -> GraphKey:
+        """The least budget that holds an admitted batch, of which `longest` counts rows."""
+        budget = next(step for step in self.ladder() if step >= patches)
+        padding = budget - patches
+        slots = next(n for n in self.slots() if n >= images + (padding > 0))
+        longest = max(longest, num_prefix + padding, min(num_prefix + budget, ROOMY_MAX_SEQLEN))
         max_seqlen = LEAST_MAX_SEQLEN
-        while max_seqlen < max(padded.seqlens):
+        while max_seqlen < longest:
             max_seqlen *= 2
-        key = GraphKey("budget", call.output, (patches, slots, max_seqlen))
-        return Plan(key, padded, max_seqlen)
+        return GraphKey("budget", output, (budget, slots, max_seqlen))
 
     def witnesses(self, plan: Plan, call: Call) -> list[Call]:
         """Calls that the plan's graph has to get right, in the order in which to try them.
