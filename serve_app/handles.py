@@ -15,6 +15,7 @@ from encoders.packing import PackedBatch
 from serve_app.heard_of import HeardOf
 from serve_app.service import (
     POOLED,
+    Digest,
     Dtype,
     Embedding,
     Encoded,
@@ -131,6 +132,10 @@ class _Slot:
     handle: DeploymentHandle[Any]
     selection: Any  # its type is private to Ray
     heard_of: HeardOf
+
+    @property
+    def digest(self) -> Digest | None:
+        return None
 
     async def encode(
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]

@@ -9,7 +9,7 @@ from encoders.packing import PackedBatch
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
 from serve_app.replica import EncoderReplica
-from serve_app.service import Dtype, EncoderGraphs, EncoderSlot, Output, Rows, Stats
+from serve_app.service import Digest, Dtype, EncoderGraphs, EncoderSlot, Output, Rows, Stats
 
 
 class LocalSlots:
@@ -24,6 +24,11 @@ class LocalSlots:
         """Wait until a slot is free, and hold it."""
         async with self._free:
             yield self
+
+    @property
+    def digest(self) -> Digest | None:
+        """Not told yet."""
+        return None
 
     async def encode(
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]

@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
+from encoders.graph_keys import Digest as Digest
 from encoders.graph_stats import GraphStats
-from encoders.packing import GridTHW, Output, PackedBatch, num_patches
+from encoders.packing import GridTHW, PackedBatch, num_patches
+from encoders.packing import Output as Output
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -106,6 +108,11 @@ class ImageService(Protocol):
 
 class EncoderSlot(Protocol):
     """The right to have one batch on one encoder."""
+
+    @property
+    def digest(self) -> Digest | None:
+        """What the encoder can replay, as it said last; None if it has not said yet."""
+        ...
 
     async def encode(
         self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
