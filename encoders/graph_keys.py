@@ -13,13 +13,12 @@ LADDER_STEP = 1.125
 """Budgets rise by this factor: a batch is padded by an eighth at most, by 7 % on average."""
 SMALLEST_BUDGET = 64
 FEWEST_SLOTS = 8
-FEW_SLOTS = 16
-"""Up to so many slots `max_seqlen` is the whole budget: what that launches in vain is some 2 % of a
-large batch, and every class of it would be a graph of its own.
+FEW_SLOTS, ROOMY_PATCHES = 16, 4096
+"""Up to so many slots, or patches, `max_seqlen` is the whole budget: what that launches in vain is
+some 2 % of a batch, and every class of it would be a graph of its own.
 """
 USUAL_PATCHES = 4096
 """Above, a graph hardly gains; budgets up to here are captured before anything was seen."""
-LEAST_MAX_SEQLEN = 256
 
 
 class GraphKey(NamedTuple):
@@ -75,18 +74,27 @@ class Planner(NamedTuple):
         every row belongs to a segment and no kernel meets memory that nobody wrote.
         """
         layout = call.layout
-        patches = next(step for step in self.ladder() if step >= layout.num_patches)
+        key = self.budget_key(
+            call.output, layout.num_patches, layout.num_images, layout.max_seqlen, layout.num_prefix
+        )
+        patches, slots, max_seqlen = key.shape
         padding = patches - layout.num_patches
-        slots = next(n for n in self.slots() if n >= layout.num_images + (padding > 0))
-        padded = with_padding(layout, padding, slots, self.merge_size)
-        if slots <= FEW_SLOTS:
-            max_seqlen = patches + layout.num_prefix
+        return Plan(key, with_padding(layout, padding, slots, self.merge_size), max_seqlen)
+
+    def budget_key(
+        self, output: Output, patches: int, images: int, longest: int, num_prefix: int
+    ) -> GraphKey:
+        """The least budget that holds an admitted batch, of which `longest` counts rows."""
+        budget = next(step for step in self.ladder() if step >= patches)
+        padding = budget - patches
+        slots = next(n for n in self.slots() if n >= images + (padding > 0))
+        if slots <= FEW_SLOTS or budget <= ROOMY_PATCHES:
+            max_seqlen = num_prefix + budget
         else:
-            max_seqlen = LEAST_MAX_SEQLEN
-            while max_seqlen < max(padded.seqlens):
+            max_seqlen = ROOMY_PATCHES
+            while max_seqlen < max(longest, num_prefix + padding):
                 max_seqlen *= 2
-        key = GraphKey("budget", call.output, (patches, slots, max_seqlen))
-        return Plan(key, padded, max_seqlen)
+        return GraphKey("budget", output, (budget, slots, max_seqlen))
 
     def witnesses(self, plan: Plan, call: Call) -> list[Call]:
         """Calls that the plan's graph has to get right, in the order in which to try them.

@@ -60,7 +60,7 @@ class Batcher:
         self._helper = ThreadPoolExecutor(1, "helper")
         self._decoded = ByteBudget(queue_limits.max_decoded_bytes)
         self._undecoded: dict[object, float] = {}
-        self._waiting = WaitingImages(batch_limits)
+        self._waiting = WaitingImages(batch_limits, config)
         self._num_images = 0
         self._num_bytes = 0
         self._leasing = False
@@ -169,7 +169,7 @@ class Batcher:
                     asked = time.perf_counter()
                     async with self._slots.lease() as slot:
                         metrics.observe_since("encoder_lease_wait_ms", asked)
-                        batch = self._take() if batch is None else waiting.still_wanted(batch)
+                        batch = self._take(slot) if batch is None else waiting.still_wanted(batch)
                         await self._encode(slot, batch)
                         return
                 except errors.ReplicaLost:  # to encode twice is harmless: nothing is sent by it
@@ -183,9 +183,10 @@ class Batcher:
             for image in self._take() if batch is None else batch:
                 image.future.cancel()  # only if we were cancelled: the others are settled
 
-    def _take(self) -> list[Waiting]:
-        """Cut a batch; from now on the next one may ask for a slot."""
-        batch = self._waiting.take()
+    def _take(self, slot: EncoderSlot | None = None) -> list[Waiting]:
+        """Cut a batch, for that slot; from now on the next one may ask for one."""
+        digest = None if slot is None else slot.digest
+        batch = self._waiting.take(digest, time.monotonic())
         self._leasing = False
         self._ask_for_slot()
         return batch

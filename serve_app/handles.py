@@ -11,11 +11,11 @@ from ray.serve.exceptions import BackPressureError, RayServeException, ReplicaUn
 from ray.serve.handle import DeploymentHandle
 
 from encoders.errors import EncoderError, Overloaded, ReplicaLost
-from encoders.graph_stats import Digest
 from encoders.packing import PackedBatch
 from serve_app.heard_of import HeardOf
 from serve_app.service import (
     POOLED,
+    Digest,
     Dtype,
     Embedding,
     Encoded,

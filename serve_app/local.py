@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from encoders.config import EncoderConfig
-from encoders.graph_stats import Digest
 from encoders.packing import PackedBatch
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
 from serve_app.replica import EncoderReplica
-from serve_app.service import Dtype, EncoderGraphs, EncoderSlot, Output, Rows, Stats
+from serve_app.service import Digest, Dtype, EncoderGraphs, EncoderSlot, Output, Rows, Stats
 
 
 class LocalSlots:

@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
-from encoders.graph_stats import Digest, GraphStats
+from encoders.graph_stats import Digest as Digest
+from encoders.graph_stats import GraphStats
 from encoders.packing import GridTHW, PackedBatch, num_patches
-from encoders.packing import Output as Output  # what crosses the tiers is told of here
+from encoders.packing import Output as Output
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 

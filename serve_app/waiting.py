@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from encoders.config import EncoderConfig, Settings
 from encoders.errors import InvalidImage
 from encoders.packing import GridTHW, PackedBatch, Pixels, num_patches
 from encoders.sizes import NUM_PREFIX
+from serve_app.composing import choose
 from serve_app.metrics import counter, histogram
-from serve_app.service import POOLED, Embedding, Output, Rows, Wanted
+from serve_app.service import POOLED, Digest, Embedding, Output, Rows, Wanted
 
 
 class BatchLimits(Settings):
@@ -23,6 +24,8 @@ class BatchLimits(Settings):
     max_patches: PositiveInt = 16_384
     max_images: PositiveInt = 64
     max_bytes: PositiveInt = 256 * 1024 * 1024
+    prefer_within_ms: NonNegativeFloat = 50.0
+    """For so long an image may be left behind by a batch that an encoder has a graph for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,13 @@ class Waiting:
 
 
 class WaitingImages:
-    """Images, first come first served, from which batches are cut, each of one output kind."""
+    """Images from which batches are cut, each of one output kind: first come first served, or what
+    of that an encoder can replay.
+    """
 
-    def __init__(self, limits: BatchLimits) -> None:
+    def __init__(self, limits: BatchLimits, config: EncoderConfig) -> None:
         self._limits = limits
+        self._num_prefix = NUM_PREFIX[config.family]
         self._queues: defaultdict[Output, deque[Waiting]] = defaultdict(deque)
 
     def __len__(self) -> int:
@@ -53,10 +59,27 @@ class WaitingImages:
         """Put an image last."""
         self._queues[image.wanted.output].append(image)
 
-    def take(self) -> list[Waiting]:
-        """Cut the next batch, of the kind that waits longest. What does not fit stays in front."""
-        limits, batch, patches, num_bytes = self._limits, list[Waiting](), 0, 0
+    def take(self, digest: Digest | None, now: float) -> list[Waiting]:
+        """Cut the next batch, of the kind that waits longest. What is left stays in front.
+
+        `digest` tells what its encoder can replay. The image that waits longest is always taken,
+        and so is what has waited for `prefer_within_ms` and has its turn.
+        """
         images = min(filter(None, self._queues.values()), key=lambda x: x[0].since, default=deque())
+        batch = self._first_come(images)
+        if digest is None or len(batch) < 2:
+            return batch
+        overdue = now - self._limits.prefer_within_ms * 1e-3
+        num_overdue = sum(image.since <= overdue for image in batch)
+        patches = [num_patches(image.grid) for image in batch]
+        output = batch[0].wanted.output
+        chosen = choose(patches, num_overdue, output, self._num_prefix, digest)
+        left = set(range(len(batch))).difference(chosen)
+        images.extendleft(batch[i] for i in sorted(left, reverse=True))
+        return [batch[i] for i in chosen]
+
+    def _first_come(self, images: deque[Waiting]) -> list[Waiting]:
+        limits, batch, patches, num_bytes = self._limits, list[Waiting](), 0, 0
         while images and len(batch) < limits.max_images:
             image = images[0]
             if not image.future.done():  # a caller that left costs no encoder time

@@ -87,6 +87,8 @@ class Stuck:
 class MeanSlots:
     """One encoder, always free, whose rows are the images' mean values."""
 
+    digest = None
+
     def encoders(self) -> EncoderGraphs:
         return {}
 

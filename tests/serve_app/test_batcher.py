@@ -22,7 +22,9 @@ from encoders.errors import (
     RequestTooLarge,
     UnsupportedImageType,
 )
-from encoders.packing import PackedBatch
+from encoders.graph_keys import Planner
+from encoders.graph_stats import Digest
+from encoders.packing import Call, PackedBatch, PackedLayout
 from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
 from serve_app.service import Embedding, EncoderGraphs, ImageItem, Rows
@@ -56,6 +58,7 @@ class Slots:
         self.callers = list[str]()
         self.lease_error: BaseException | None = None
         self.change: Callable[[Rows], Rows] = lambda rows: rows
+        self.digest: Digest | None = None
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator["Slots"]:
@@ -481,6 +484,41 @@ async def test_a_lease_that_fails_settles_all_that_wait_and_later_ones_are_serve
     await until(lambda: is_idle(batcher))
     slots.lease_error = None
     assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
+
+
+def able_to_replay(*rows: int) -> Digest:
+    """What an encoder says that has one graph, for images of so many rows."""
+    planner = Planner("exact", 1, 1024, 64)
+    layout = PackedLayout.of([(1, 1, count - 1) for count in rows], 1)
+    return Digest(planner, frozenset({planner.exact_plan(Call(layout, "pooled")).key}), 1000)
+
+
+async def test_a_batch_is_what_the_encoder_of_its_slot_can_replay_and_the_rest_comes_next() -> None:
+    slots = Slots()
+    batcher = make_batcher(slots, BatchLimits(prefer_within_ms=60_000))
+    plug = await plugged(slots, batcher)
+    request = await waiting(batcher, *(image(i, num_patches=n) for i, n in enumerate([2, 5, 3, 5])))
+    slots.digest = able_to_replay(6, 4, 3)
+
+    slots.go.set()
+
+    assert colours(await request) == [colour(i) for i in range(4)]
+    assert slots.batches[1:] == [[colour(0), colour(1), colour(2)], [colour(3)]]
+    await plug
+    await until(lambda: is_idle(batcher))
+
+
+async def test_what_has_waited_too_long_is_not_left_behind_for_a_graph() -> None:
+    slots = Slots()
+    batcher = make_batcher(slots, BatchLimits(prefer_within_ms=0))
+    plug = await plugged(slots, batcher)
+    request = await waiting(batcher, image(0), image(1, num_patches=5))
+    slots.digest = able_to_replay(2)
+
+    slots.go.set()
+    await asyncio.gather(plug, request)
+
+    assert slots.batch_sizes == [1, 2]
 
 
 async def test_a_caller_that_left_before_the_lease_costs_no_encoder_time() -> None:

@@ -41,6 +41,8 @@ LOST = ReplicaLost("went away")
 class Slots:
     """One slot of encoders that go away when told to; rows are the images' mean values."""
 
+    digest = None
+
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(1)
         self.lease_errors = list[Exception]()
