@@ -2,7 +2,7 @@
 
 Three cases on the tower of Qwen3-VL-32B with random weights, bf16, pooled output:
 
-* `app` and `web`: 1 000 batches of each trace, first come first served, of 1 to 4 images. Each is
+* `app` and `web`: 1 000 batches of each trace (tests/traces.py), of 1 to 4 images. Each is
   run eagerly and through the runner, one after the other, from patches on the device to rows on the
   host. Between batches there is a pause, in which the runner may capture one graph.
 * `invariant`: 2 000 random batches of images above the verified floor; each image's bits beside
@@ -11,7 +11,8 @@ Three cases on the tower of Qwen3-VL-32B with random weights, bf16, pooled outpu
 
 The last line of stdout is one JSON document.
 
-usage: python benchmarks/bench_traffic.py [--attention auto] [--batches 1000] [--write NAME]
+usage: PYTHONPATH=. python benchmarks/bench_traffic.py [--attention auto] [--batches 1000]
+       [--write NAME]
 """
 
 import argparse
@@ -27,39 +28,39 @@ from typing import Any
 
 import torch
 from bench_encoder import conditions
-from bench_graphs import Bench, Size, markdown, web_sizes
+from bench_graphs import Bench, markdown
+from torch import Tensor
 
 from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
-from encoders.packing import Call, PackedLayout
+from encoders.packing import Call, GridTHW, PackedLayout
+from encoders.sizes import grid_thw
 from encoders.transfer import same_bits
+from tests.traces import CONFIG, SIZES
 
-NAMED_SIZES: list[Size] = [
-    (224, 224), (256, 256), (320, 320), (384, 384), (512, 512), (480, 640),
-    (640, 480), (512, 768), (768, 512), (640, 640), (768, 768), (768, 1024),
-]  # fmt: skip
 SMALL_PATCHES = 1024
 """Of each image of the batches whose wall time has to fall by a quarter."""
 POOL = 96
 """Different images that the invariant batches are made of."""
 
 
-def app_sizes(count: int) -> list[Size]:
-    """Named sizes by Zipf, and 20 % odd ones."""
-    weights = [1 / (rank + 1) for rank in range(len(NAMED_SIZES))]
-    sizes = []
-    for _ in range(count):
-        if random.random() < 0.2:
-            sizes.append((32 * random.randint(2, 32), 32 * random.randint(2, 32)))
-        else:
-            sizes += random.choices(NAMED_SIZES, weights)
-    return sizes
+def batch(name: str, chance: random.Random, most: int = 4) -> Call:
+    """A batch of a trace, of 1 to `most` images, one row each."""
+    count = chance.randint(1, most)
+    return pooled([grid_thw(CONFIG, *SIZES[name](chance)) for _ in range(count)])
 
 
-def pooled(sizes: Sequence[Size]) -> Call:
-    """Images of these sizes, one row each."""
-    grids = [(1, height // 16, width // 16) for height, width in sizes]
+def pooled(grids: Sequence[GridTHW]) -> Call:
+    """Images of these grids, one row each."""
     return Call(PackedLayout.of(grids, 0), "pooled")
+
+
+def ready(bench: Bench, **settings: Any) -> GraphRunner:
+    """A runner as an encoder has it when it is ready."""
+    defaults = {"graph_mode": "budget", "admission": "gain", "max_patches": 16_384}
+    runner = bench.runner(**defaults, **settings)
+    runner.capture_now(runner.usual_calls())
+    return runner
 
 
 def timed(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
@@ -74,12 +75,13 @@ def timed(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def trace(
-    bench: Bench, name: str, sizes: Callable[[int], list[Size]], batches: int
-) -> dict[str, Any]:
+def trace(bench: Bench, name: str, batches: int) -> dict[str, Any]:
     """Each batch eagerly and through the runner."""
-    calls = [pooled(sizes(random.randint(1, 4))) for _ in range(batches)]
-    runner = bench.runner(graph_mode="budget", admission="gain", max_patches=16_384)
+    chance = random.Random(name)
+    calls = [batch(name, chance) for _ in range(batches)]
+    start = time.perf_counter()
+    runner = ready(bench)
+    ready_in = time.perf_counter() - start
     eager, graph, small = list[tuple[float, float]](), list[tuple[float, float]](), list[bool]()
     images, hits = 0, list[bool]()
     for call in calls:
@@ -114,6 +116,7 @@ def trace(
         "small_wall_ms_per_batch": [round(statistics.mean(times), 3) for times in of_small],
         "small_wall_saved_percent": round(100 * (1 - sum(of_small[1]) / sum(of_small[0])), 1),
         "p99_wall_ms": [round(statistics.quantiles(times, n=100)[98], 2) for times in walls],
+        "ready_in_seconds": round(ready_in, 1),
         "captures": stats.captures,
         "no_gain": stats.no_gain,
         "mismatches": stats.mismatches,
@@ -127,24 +130,22 @@ def trace(
 def invariant(bench: Bench, batches: int) -> dict[str, Any]:
     """Each image's row beside the row that it has alone."""
     started = time.perf_counter()
-    runner = bench.runner(
-        graph_mode="budget", admission="gain", precision="invariant", max_patches=16_384
-    )
+    runner = ready(bench, precision="invariant")
     found_in = time.perf_counter() - started
     floor = runner.stats().invariant_from
     assert floor is not None
-    pool = []
+    chance, pool = random.Random("invariant"), list[tuple[GridTHW, Tensor, Tensor]]()
     while len(pool) < POOL:
-        (size,) = web_sizes(1)
-        call = pooled([size])
+        call = batch("web", chance, most=1)
         if floor <= call.layout.num_patches <= 4096:
             patches = bench.some_patches(call)
             with runner.on_stream():
-                pool.append((size, patches, bench.forward.eager(patches, call)))
+                rows = bench.forward.eager(patches, call)
+                pool.append((call.layout.grid_thw[0], patches, rows))
     images = equal = 0
     for _ in range(batches):
-        chosen = random.sample(pool, random.randint(1, 6))
-        call = pooled([size for size, _, _ in chosen])
+        chosen = chance.sample(pool, chance.randint(1, 6))
+        call = pooled([grid for grid, _, _ in chosen])
         packed = [chosen[place] for place in call.layout.order]
         rows = runner.run(torch.cat([patches for _, patches, _ in packed]), call)
         with runner.on_stream():
@@ -171,7 +172,8 @@ def invariant(bench: Bench, batches: int) -> dict[str, Any]:
 def cold(bench: Bench) -> dict[str, Any]:
     """The share of replays in a hundred batches, warm and with nothing but the profile."""
     settings = {"graph_mode": "budget", "admission": "gain", "max_patches": 16_384}
-    calls = [pooled(web_sizes(random.randint(1, 4))) for _ in range(500)]
+    chance = random.Random("cold")
+    calls = [batch("web", chance) for _ in range(500)]
     warm = bench.runner(**settings)
     feed(bench, warm, calls[:400])
     with tempfile.TemporaryDirectory() as folder:
@@ -210,8 +212,8 @@ def main() -> None:
     options = parser.parse_args()
     bench, rows = Bench(options.attention), list[dict[str, Any]]()
     for case in (
-        lambda: trace(bench, "app", app_sizes, options.batches),
-        lambda: trace(bench, "web", web_sizes, options.batches),
+        lambda: trace(bench, "app", options.batches),
+        lambda: trace(bench, "web", options.batches),
         lambda: invariant(bench, 2 * options.batches),
         lambda: cold(bench),
     ):
