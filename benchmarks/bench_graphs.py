@@ -227,7 +227,7 @@ def memory(bench: Bench) -> dict[str, Any]:
         runner.run(bench.some_patches(call), call)
         runner.idle()
         after = runner.stats()
-        pool = after.pool_bytes - before.pool_bytes
+        pool = after.graph_pool_bytes - before.graph_pool_bytes
         graphs.append(
             {
                 "patches": patches_of(call),

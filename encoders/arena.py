@@ -65,6 +65,10 @@ class Arena:
         self.fill_layout(place, layout)
         return place
 
+    def vary_patches(self, place: Place) -> None:
+        """Other values where patches lie, of the same size; none that are not finite."""
+        torch.nan_to_num_(place.patches_PC).neg_()
+
     def fill(self, place: Place, patches_PC: Tensor, layout: PackedLayout) -> None:
         """Put a batch of that place's key where its graph reads it. Padding stays what it was."""
         refill(place.patches_PC[: len(patches_PC)], patches_PC)
@@ -109,8 +113,8 @@ def widest_layout(planner: Planner, num_prefix: int) -> PackedLayout:
     """As many images and patches as a graph may have: no tensor of another layout is longer."""
     merge = planner.merge_size
     blocks = planner.ladder()[-1] // merge**2
-    images = min(planner.most_slots, blocks)
+    images = min(planner.most_segments, blocks)
     grids = [(1, merge, merge)] * (images - 1)
     last = (1, merge, merge * (blocks - images + 1))
-    empty = [(1, 0, 0)] * (planner.most_slots - images)
+    empty = [(1, 0, 0)] * (planner.most_segments - images)
     return PackedLayout.of([*grids, last, *empty], num_prefix)

@@ -31,7 +31,7 @@ FLASH_INSTALL = "pip install 'flash-attn-4[cu13]==4.0.0b36'"
 # Importing a kernel library probes devices, sets up compilers and registers operators, and raises
 # whatever those raise: AITER a RuntimeError where ROCm is missing, others by version. All of it
 # means "cannot run here"; an interrupt or a lack of memory does not, and is let through.
-IMPORT_FAILURES = (
+KERNEL_FAILURES = (
     ImportError,
     RuntimeError,
     OSError,
@@ -99,7 +99,7 @@ def load_aiter(target: Target) -> Attention:
     try:  # only now: the import takes seconds, starts processes, and fails where ROCm is missing
         kernel = importlib.import_module("aiter").flash_attn_varlen_func
         missing = AITER_PARAMETERS - inspect.signature(kernel).parameters.keys()
-    except IMPORT_FAILURES as error:
+    except KERNEL_FAILURES as error:
         raise BackendUnavailable(f"aiter: {import_failure(error)}; {AITER_IMAGES}") from error
     if missing:
         raise BackendUnavailable(
@@ -136,7 +136,7 @@ def load_varlen(target: Target) -> Attention:
     refuse_shape("varlen", target, max_head_size=256, multiple_of=8)
     try:  # not at the top: it registers operators, and CPU processes do without
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except IMPORT_FAILURES as error:
+    except KERNEL_FAILURES as error:
         raise BackendUnavailable(f"varlen: {import_failure(error)}") from error
     return partial(_varlen, kernel)
 
@@ -153,7 +153,7 @@ def load_flash(target: Target) -> Attention:
     refuse_shape("flash", target, max_head_size=max_head_size, multiple_of=8)
     try:
         kernel = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-    except IMPORT_FAILURES as error:
+    except KERNEL_FAILURES as error:
         raise BackendUnavailable(f"flash: {import_failure(error)}; {FLASH_INSTALL}") from error
     return partial(_flash, kernel)
 

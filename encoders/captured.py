@@ -1,9 +1,10 @@
 """Captured graphs: how one is made and compared with eager before it may answer anybody."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from encoders.arena import Arena, Place
@@ -14,6 +15,8 @@ from encoders.packing import Call, PackedLayout
 from encoders.recorder import CudaRecorder, Graph, Recorder, milliseconds_since
 from encoders.transfer import same_bits
 
+TIMINGS = 3
+"""Runs of which the best counts."""
 PROBE_SIDES = (1, 2, 4, 8, 16)
 """Merged patches along a side of the images that the start-up probe encodes."""
 
@@ -29,19 +32,18 @@ class CapturedGraph:
     place: Place
     rows_RD: Tensor
     """Where each replay leaves its result, that of padding last."""
+    milliseconds: float
+    """Of its recording alone."""
+    device_bytes: int
+    """Taken by its recording, growth of the graph pool included."""
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """A new graph, how it compares with eager, and what recording it took."""
+class Candidate:
+    """A graph on trial, and the calls that it has still to get right."""
 
     captured: CapturedGraph
-    verified: bool
-    """Whether its replays gave eager's bits."""
-    eager_ms: float
-    replay_ms: float
-    milliseconds: float
-    device_bytes: int
+    witnesses: Iterator[Call]
 
 
 class TooLittleMemory(Exception):
@@ -68,10 +70,10 @@ class GraphMaker:
             return None
         return cls(forward, settings, CudaRecorder(forward.device))
 
-    def make(self, plan: Plan, call: Call) -> Capture:
-        """Capture a key and compare replays with eager: of this call, and of others of its budget.
+    def record(self, plan: Plan, call: Call) -> CapturedGraph:
+        """Capture a key; nothing may be answered by it before it `agrees`.
 
-        Raises `TooLittleMemory`, or `RuntimeError` where `Recorder.capture` does.
+        Raises `TooLittleMemory`, or whatever `Recorder.capture` and kernel libraries do.
         """
         self._keep_free(0)
         place = self._arena.place(plan)
@@ -81,29 +83,45 @@ class GraphMaker:
 
         # At this very shape, on this stream: what loads, compiles or picks an algorithm on first
         # use does it here, where it may allocate.
-        warm = self.recorder.measured(forward)
+        try:
+            warm = self.recorder.measured(forward)
+        except torch.OutOfMemoryError as error:  # not a failure of the capture
+            raise TooLittleMemory(str(error)) from error
         rows_RD = self._arena.rows(call.output, warm.result)
-        before = self._keep_free(max(0, warm.scratch_bytes - self.recorder.pool_bytes))
+        growth = max(0, warm.scratch_bytes - self.recorder.graph_pool_bytes)
+        del warm
+        before = self._keep_free(growth)
         start = time.perf_counter()
         graph = self.recorder.capture(lambda: rows_RD.copy_(forward()))
         milliseconds = milliseconds_since(start)
         device_bytes = before - self.recorder.free_bytes()
-        captured = CapturedGraph(plan, call, graph, place, rows_RD)
-        witnesses = self.planner.witnesses(plan, call)
-        verified = all([self.agrees(captured, witness) for witness in witnesses])  # noqa: C419
-        eager = self.recorder.measured(lambda: self._eager(captured, call))
-        replay = self.recorder.measured(graph.replay)
-        return Capture(
-            captured, verified, eager.milliseconds, replay.milliseconds, milliseconds, device_bytes
-        )
+        return CapturedGraph(plan, call, graph, place, rows_RD, milliseconds, device_bytes)
 
     def agrees(self, captured: CapturedGraph, call: Call) -> bool:
-        """Whether a replay gives what eager does on the patches that lie there. Waits for both."""
+        """Whether a replay gives eager's bits for a call of its key. Waits for both."""
         plan = self.planner.plan(captured.plan.key, call)
+        # Other values each time, and no trace of earlier results: on HIP a capture may have failed
+        # in silence, and the graph do nothing.
+        self._arena.vary_patches(captured.place)
+        captured.rows_RD.fill_(torch.nan)
         eager_RD = self._eager(captured, call)
         self._arena.fill_layout(captured.place, plan.layout)
         captured.graph.replay()
         return same_bits(captured.rows_RD[: len(eager_RD)], eager_RD)
+
+    def times(self, captured: CapturedGraph) -> tuple[float, float]:
+        """Milliseconds of eager and of the graph, for the call that it was captured for.
+
+        Best of some, with all that the host does for either.
+        """
+        call, recorder = captured.call, self.recorder
+        patches_PC = captured.place.patches_PC[: call.layout.num_patches].clone()
+        eager = [recorder.measured(lambda: self._eager(captured, call)) for _ in range(TIMINGS)]
+        replays = [
+            recorder.measured(lambda: self.replay(captured, patches_PC, call))
+            for _ in range(TIMINGS)
+        ]
+        return min(x.milliseconds for x in eager), min(x.milliseconds for x in replays)
 
     def replay(self, captured: CapturedGraph, patches_PC: Tensor, call: Call) -> Tensor:
         """A batch's rows, in memory that belongs to the caller. Waits for nothing."""
@@ -152,15 +170,15 @@ class GraphMaker:
 
         On some torch versions a reset takes the BLAS workspace of the capture stream from under
         the others (pytorch#193402). So: reset one, let others have what that freed, see whether
-        the rest still compute what eager does, and write nowhere else. Raises as `make` does.
+        the rest still compute what eager does, and write nowhere else. Raises as `record` does.
         """
-        first, *rest = [self.make(self.planner.exact_plan(call), call) for call in self._probes()]
-        first.captured.graph.reset()
+        first, *rest = [self.record(self.planner.exact_plan(x), x) for x in self._probes()]
+        first.graph.reset()
         freed = self.recorder.poison()
-        right = [self.agrees(capture.captured, capture.captured.call) for capture in rest]
+        right = [self.agrees(captured, captured.call) for captured in rest]
         untouched = [bool(block.isnan().all()) for block in freed]
-        for capture in rest:
-            capture.captured.graph.reset()
+        for captured in rest:
+            captured.graph.reset()
         return all(right) and all(untouched)
 
     def _probes(self) -> list[Call]:

@@ -135,11 +135,13 @@ class GraphSettings(Settings):
     def overridden(self, environment: Mapping[str, str]) -> "GraphSettings":
         """With what an operator set: `ENCODER_GRAPH_MODE=off`, and so on for each field.
 
+        An empty variable sets nothing.
+
         Raises `ConfigError`.
         """
         names = {name: f"ENCODER_{name.upper()}" for name in type(self).model_fields}
         ours = {
-            name: environment[theirs] for name, theirs in names.items() if theirs in environment
+            name: environment[theirs] for name, theirs in names.items() if environment.get(theirs)
         }
         try:
             return type(self).model_validate(self.model_dump() | ours)

@@ -33,7 +33,7 @@ class Encoder:
         self.config = config
         graphs = config.graphs.overridden(os.environ)
         self.graphs = GraphRunner.on(forward, graphs)
-        self._profile = GraphProfile(graphs.profile, forward.tower.num_prefix)
+        self._profile = GraphProfile(graphs.profile, config, forward.tower.num_prefix)
         self.graphs.capture_now(self._profile.read() or self.graphs.usual_calls())
         self._dtype = DTYPES[config.dtype]
         self._device = forward.device
@@ -81,13 +81,13 @@ class Encoder:
         with self.graphs.on_stream():
             return self.graphs.run(self._patches(batch), Call(batch.layout, output))
 
-    def idle(self) -> bool:
-        """Do one thing that no batch should wait for; whether there is another to do.
+    def idle(self, *, may_rebuild: bool = True) -> bool:
+        """Take one step of what no batch should wait for; whether there is another to take.
 
         To be called while no batch waits: that is when graphs are captured. Takes about as long as
-        some batches.
+        two batches; with `may_rebuild`, all graphs may be given up, to be captured anew.
         """
-        more = self.graphs.idle()
+        more = self.graphs.idle(may_rebuild=may_rebuild)
         if not more:
             self._profile.write(self.graphs.hottest())
         return more

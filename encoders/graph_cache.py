@@ -1,6 +1,7 @@
 """Which keys have a graph, which are to get one, and which never will."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from itertools import count
 from typing import Literal
 
 from encoders.captured import CapturedGraph
@@ -14,14 +15,22 @@ MAX_TRIES = 2
 """Captures of one key that may fail before it stays eager."""
 LEAST_GAIN = 0.05
 """Share of eager's time that a graph has to save to be worth its memory."""
+FORGET_LOSSES_AFTER = 1000
+"""Batches without a graph for lack of gain, after which what was measured counts no more."""
 
 
 class GraphCache:
-    """At most `capacity` graphs, least recently used first, and the evicted that are not freed."""
+    """At most `capacity` graphs, and the evicted that are not freed. The least recently used goes.
+
+    When a graph was used outlasts the graph: what is captured again is as recent as it was.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._graphs: OrderedDict[GraphKey, CapturedGraph] = OrderedDict()
+        self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self._used: OrderedDict[GraphKey, int] = OrderedDict()
+        self._uses: Counter[GraphKey] = Counter()
+        self._clock = count(1)
         self.retired: list[CapturedGraph] = []
 
     def __len__(self) -> int:
@@ -32,34 +41,45 @@ class GraphCache:
 
     def use(self, key: GraphKey) -> CapturedGraph:
         """The graph, from now on the most recently used."""
-        self._graphs.move_to_end(key)
+        _remember(self._used, key, next(self._clock))
+        self._uses[key] += 1
         return self._graphs[key]
 
+    def uses(self, key: GraphKey) -> int:
+        """Times that the present graph of a key was used."""
+        return self._uses[key]
+
     def install(self, captured: CapturedGraph) -> list[CapturedGraph]:
-        """Keep a new graph; what comes out is an older one of its key, and the least recently used
+        """Keep a new graph; what comes out is an older one of its key, or the least recently used
         if there are too many.
         """
-        out = self._graphs.pop(captured.plan.key, None)
-        self._graphs[captured.plan.key] = captured
+        key = captured.plan.key
+        out = self._graphs.pop(key, None)
+        self._graphs[key] = captured
+        self._used.setdefault(key, next(self._clock))
         if len(self._graphs) > self._capacity:
-            out = self._graphs.popitem(last=False)[1]
+            out = self._graphs.pop(min(self._graphs, key=lambda x: self._used.get(x, 0)))
+            del self._uses[out.plan.key]
         return [] if out is None else [out]
 
-    def remove(self, captured: CapturedGraph) -> list[CapturedGraph]:
-        """A graph, and what is kept under its key: neither is kept any more."""
-        kept = self._graphs.pop(captured.plan.key, captured)
-        return [captured] if kept is captured else [captured, kept]
+    def remove(self, captured: CapturedGraph) -> None:
+        """Keep a graph no longer."""
+        if self._graphs.get(captured.plan.key) is captured:
+            del self._graphs[captured.plan.key]
+            del self._uses[captured.plan.key]
 
     def drain(self) -> list[CapturedGraph]:
         """Every graph, most recently used first, then the retired; the cache is empty after."""
         graphs = [*self.graphs(), *self.retired]
         self._graphs.clear()
+        self._uses.clear()
         self.retired.clear()
         return graphs
 
     def graphs(self) -> list[CapturedGraph]:
         """Every graph, most recently used first."""
-        return list(reversed(self._graphs.values()))
+        keys = sorted(self._graphs, key=lambda x: self._used.get(x, 0), reverse=True)
+        return [self._graphs[key] for key in keys]
 
 
 class Admission:
@@ -71,9 +91,9 @@ class Admission:
         self._capacity = capacity
         self._seen: OrderedDict[GraphKey, int] = OrderedDict()
         self._tries: OrderedDict[GraphKey, int] = OrderedDict()
-        self._useless: OrderedDict[GraphKey, int] = OrderedDict()
+        self._losses: OrderedDict[GraphKey, int] = OrderedDict()
         self._largest_gain = 0
-        self._smallest_loss: int | None = None
+        self._refusals = 0
         self.queue: OrderedDict[GraphKey, Call] = OrderedDict()
         """What is to be captured, next first. Never more than graphs can be kept."""
 
@@ -81,7 +101,7 @@ class Admission:
         """Why a key will have no graph, if so."""
         if self._tries.get(key, 0) >= MAX_TRIES:
             return "failed"
-        return "no_gain" if key in self._useless or patches >= self.gains_below else None
+        return "no_gain" if key in self._losses or patches >= self.gains_below else None
 
     def see(self, key: GraphKey, call: Call) -> Miss:
         """Count a batch without a graph, and queue its key if it is time."""
@@ -113,21 +133,26 @@ class Admission:
         if replay_ms <= (1 - LEAST_GAIN) * eager_ms:
             self._largest_gain = max(self._largest_gain, patches)
             return True
-        _remember(self._useless, key, 1)
-        self._smallest_loss = min(self._smallest_loss or patches, patches)
+        _remember(self._losses, key, patches)
         return False
+
+    def refuse(self) -> None:
+        """Count a batch that has no graph for lack of gain; measurements do not hold for ever."""
+        self._refusals += 1
+        if self._refusals % FORGET_LOSSES_AFTER == 0:
+            self._losses.clear()
 
     @property
     def gains_below(self) -> float:
         """Patches from which on no graph gained: launching is then hidden behind the device."""
-        if self._smallest_loss is None:
+        if len(self._losses) < 2:  # one loss may have been a disturbance
             return float("inf")
-        # One loss among larger gains was a disturbance.
-        return max(self._smallest_loss, self._largest_gain + 1)
+        _, second, *_ = sorted(self._losses.values())
+        return max(second, self._largest_gain + 1)
 
 
-def _remember(table: OrderedDict[GraphKey, int], key: GraphKey, count: int) -> None:
+def _remember(table: OrderedDict[GraphKey, int], key: GraphKey, value: int) -> None:
     table.pop(key, None)
-    table[key] = count  # last
+    table[key] = value  # last
     if len(table) > MAX_SIGHTINGS:
         table.popitem(last=False)

@@ -12,10 +12,10 @@ GraphMode = Literal["off", "exact", "budget"]
 LADDER_STEP = 1.125
 """Budgets rise by this factor: a batch is padded by an eighth at most, by 7 % on average."""
 SMALLEST_BUDGET = 64
-FEWEST_SLOTS = 8
-FEW_SLOTS, ROOMY_PATCHES = 16, 4096
-"""Up to so many slots, or patches, `max_seqlen` is the whole budget: what that launches in vain is
-some 2 % of a batch, and every class of it would be a graph of its own.
+FEWEST_SEGMENTS = 8
+FEW_SEGMENTS, ROOMY_PATCHES = 16, 4096
+"""Up to so many segments, or patches, `max_seqlen` is the whole budget: what that launches in vain
+is some 2 % of a batch, and every class of it would be a graph of its own.
 """
 USUAL_PATCHES = 4096
 """Above, a graph hardly gains; budgets up to here are captured before anything was seen."""
@@ -27,7 +27,7 @@ class GraphKey(NamedTuple):
     kind: Literal["exact", "budget"]
     output: Output
     shape: tuple[int, ...]
-    """`exact`: rows of each image, longest first. `budget`: patches, slots, max_seqlen."""
+    """`exact`: rows of each image, longest first. `budget`: patches, segments, max_seqlen."""
 
 
 class Plan(NamedTuple):
@@ -70,16 +70,16 @@ class Planner(NamedTuple):
     def budget_plan(self, call: Call) -> Plan:
         """The least budget that holds a call.
 
-        Its padding is one image of its own, and empty slots are images without patches, so that
+        Its padding is one image of its own, and empty segments are images without patches, so that
         every row belongs to a segment and no kernel meets memory that nobody wrote.
         """
         layout = call.layout
         key = self.budget_key(
             call.output, layout.num_patches, layout.num_images, layout.max_seqlen, layout.num_prefix
         )
-        patches, slots, max_seqlen = key.shape
+        patches, segments, max_seqlen = key.shape
         padding = patches - layout.num_patches
-        return Plan(key, with_padding(layout, padding, slots, self.merge_size), max_seqlen)
+        return Plan(key, with_padding(layout, padding, segments, self.merge_size), max_seqlen)
 
     def budget_key(
         self, output: Output, patches: int, images: int, longest: int, num_prefix: int
@@ -87,30 +87,32 @@ class Planner(NamedTuple):
         """The least budget that holds an admitted batch, of which `longest` counts rows."""
         budget = next(step for step in self.ladder() if step >= patches)
         padding = budget - patches
-        slots = next(n for n in self.slots() if n >= images + (padding > 0))
-        if slots <= FEW_SLOTS or budget <= ROOMY_PATCHES:
+        segments = next(n for n in self.segments() if n >= images + (padding > 0))
+        if segments <= FEW_SEGMENTS or budget <= ROOMY_PATCHES:
             max_seqlen = num_prefix + budget
         else:
             max_seqlen = ROOMY_PATCHES
             while max_seqlen < max(longest, num_prefix + padding):
                 max_seqlen *= 2
-        return GraphKey("budget", output, (budget, slots, max_seqlen))
+        return GraphKey("budget", output, (budget, segments, max_seqlen))
 
     def witnesses(self, plan: Plan, call: Call) -> list[Call]:
         """Calls that the plan's graph has to get right, in the order in which to try them.
 
-        Of a budget: the fullest and the emptiest batch, few images and many, one after another.
+        Of a budget: the fullest and the emptiest batch, of one image, of equal ones, few and many,
+        and of a large one among small ones, one after another.
         """
         if plan.key.kind == "exact":
             return [call]
-        block, (patches, slots, longest) = self.merge_size**2, plan.key.shape
+        block, (patches, segments, longest) = self.merge_size**2, plan.key.shape
         below = max((step for step in self.ladder() if step < patches), default=0)
-        others = []
+        num_prefix, others = call.layout.num_prefix, list[Call]()
         for total in (patches, below + block):
-            for images in (1, slots // 2, slots - 1):
-                first = min(total - (images - 1) * block, longest - call.layout.num_prefix)
-                first -= first % block
-                layout = split_evenly(total, first, images, self.merge_size, call.layout.num_prefix)
+            most = min(total, longest - num_prefix) // block * block
+            splits = [(most, 1), *((total // n // block * block, n) for n in (2, segments - 1))]
+            splits.append((most - (segments // 2 - 1) * block, segments // 2))
+            for first, images in splits:
+                layout = split_evenly(total, first, images, self.merge_size, num_prefix)
                 if layout is not None and self.admits(layout):
                     others.append(Call(layout, call.output))
         fitting = [other for other in others if self.budget_plan(other).key == plan.key]
@@ -127,18 +129,18 @@ class Planner(NamedTuple):
         """Budgets in patches, rising; the last is the largest batch that is admitted."""
         return tuple(_ladder(self.merge_size**2, self.max_patches))
 
-    def slots(self) -> Iterator[int]:
+    def segments(self) -> Iterator[int]:
         """Numbers of images that graphs are recorded for, padding included."""
-        slots = FEWEST_SLOTS
-        while slots <= self.max_images:
-            yield slots
-            slots *= 2
-        yield slots
+        segments = FEWEST_SEGMENTS
+        while segments <= self.max_images:
+            yield segments
+            segments *= 2
+        yield segments
 
     @property
-    def most_slots(self) -> int:
+    def most_segments(self) -> int:
         """Images of the widest graph, padding included."""
-        return max(self.slots()) if self.mode == "budget" else self.max_images
+        return max(self.segments()) if self.mode == "budget" else self.max_images
 
 
 @cache
@@ -151,14 +153,16 @@ def _ladder(block: int, max_patches: int) -> list[int]:
     return [*steps, largest]
 
 
-def with_padding(layout: PackedLayout, padding: int, slots: int, merge_size: int) -> PackedLayout:
-    """A layout with an image of `padding` patches after its own, and empty ones up to `slots`."""
+def with_padding(
+    layout: PackedLayout, padding: int, segments: int, merge_size: int
+) -> PackedLayout:
+    """A layout with an image of `padding` patches after it, and empty ones up to `segments`."""
     dummy = ((1, merge_size, padding // merge_size),) if padding else ()
     grids = (*layout.grid_thw, *dummy)
-    grids += ((1, 0, 0),) * (slots - len(grids))
+    grids += ((1, 0, 0),) * (segments - len(grids))
     lengths = (layout.num_prefix + rows * columns for _, rows, columns in grids)
     boundaries = tuple(accumulate(lengths, initial=0))
-    return PackedLayout(tuple(range(slots)), grids, boundaries, layout.num_prefix)
+    return PackedLayout(tuple(range(segments)), grids, boundaries, layout.num_prefix)
 
 
 def split_evenly(

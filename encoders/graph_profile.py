@@ -1,60 +1,88 @@
 """The hottest graphs of an encoder in a file, so that the next one has them before it is ready."""
 
-import json
 import logging
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
-from encoders.config import Settings
-from encoders.packing import Call, GridTHW, Output, PackedLayout
+from encoders.config import EncoderConfig, Settings
+from encoders.packing import Call, Output, PackedLayout
 
 logger = logging.getLogger(__name__)
+
+REORDER_EVERY_S = 60.0
+"""The file of the same graphs in another order is not written more often."""
 
 
 class HotCall(Settings):
     """A batch whose graph was in use."""
 
-    grid_thw: tuple[GridTHW, ...]
+    grid_thw: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...] = Field(min_length=1)
     output: Output
 
 
-HOT_CALLS = TypeAdapter(list[HotCall])
+class HotCalls(Settings):
+    """What the file holds, hottest first."""
+
+    encoder: str
+    patch_size: int
+    merge_size: int
+    calls: tuple[HotCall, ...]
 
 
 class GraphProfile:
-    """A file of hot calls; without a path nothing is read or written."""
+    """A file of hot calls of one encoder; without a path nothing is read or written."""
 
-    def __init__(self, path: Path | None, num_prefix: int) -> None:
+    def __init__(self, path: Path | None, config: EncoderConfig, num_prefix: int) -> None:
         self._path = path
+        self._config = config
         self._num_prefix = num_prefix
-        self._written: list[HotCall] | None = None
+        self._written: tuple[HotCall, ...] = ()
+        self._written_at = 0.0
 
     def read(self) -> list[Call]:
-        """The calls, hottest first. A file that is missing or spoilt is no reason not to start."""
+        """The calls, hottest first. A file that is missing, spoilt or another encoder's is no
+        reason not to start.
+        """
         if self._path is None or not self._path.exists():
             return []
         try:
-            hot = HOT_CALLS.validate_json(self._path.read_bytes())
+            hot = HotCalls.model_validate_json(self._path.read_bytes())
         except (OSError, ValidationError) as error:
             logger.warning("the graph profile %s is left aside: %s", self._path, error)
             return []
-        return [Call(PackedLayout.of(x.grid_thw, self._num_prefix), x.output) for x in hot]
+        if hot != self._of(hot.calls):
+            logger.warning("the graph profile %s is of %s, not used", self._path, hot.encoder)
+            return []
+        calls = [x for x in hot.calls if self._is_whole(x)]
+        return [Call(PackedLayout.of(x.grid_thw, self._num_prefix), x.output) for x in calls]
 
     def write(self, calls: Sequence[Call]) -> None:
-        """Replace the file by these, hottest first, if there are others than were written last."""
+        """Replace the file by these, hottest first, if they are others than were written last."""
         if self._path is None:
             return
-        hot = [HotCall(grid_thw=call.layout.grid_thw, output=call.output) for call in calls]
-        if not hot or (self._written is not None and {*hot} == {*self._written}):
+        hot = tuple(HotCall(grid_thw=call.layout.grid_thw, output=call.output) for call in calls)
+        reordered = hot != self._written and time.monotonic() > self._written_at + REORDER_EVERY_S
+        if not hot or not (reordered or {*hot} != {*self._written}):
             return
-        text = json.dumps([call.model_dump() for call in hot])
         try:
-            # Whole or not at all: replicas of one machine may share the file.
-            draft = self._path.with_suffix(f".{id(self)}.tmp")
-            draft.write_text(text, encoding="utf-8")
+            # Whole or not at all: several replicas may share the file.
+            draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.{id(self)}")
+            draft.write_text(self._of(hot).model_dump_json(), encoding="utf-8")
             draft.replace(self._path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("the graph profile %s was not written: %s", self._path, error)
-        self._written = hot
+        self._written, self._written_at = hot, time.monotonic()
+
+    def _of(self, calls: tuple[HotCall, ...]) -> HotCalls:
+        config = self._config
+        sizes = {"patch_size": config.patch_size, "merge_size": config.merge_size}
+        return HotCalls(encoder=config.name, calls=calls, **sizes)
+
+    def _is_whole(self, hot: HotCall) -> bool:
+        """Whether all its images are whole blocks of merged patches."""
+        merge = self._config.merge_size
+        return all(rows % merge == columns % merge == 0 for _, rows, columns in hot.grid_thw)

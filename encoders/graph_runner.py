@@ -16,7 +16,7 @@ from encoders.forward import Forward
 from encoders.graph_stats import Digest, GraphStats, Miss
 from encoders.graph_store import GraphStore
 from encoders.invariance import parts, verified_floor
-from encoders.packing import Call
+from encoders.packing import Call, PackedLayout
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ class GraphRunner:
             if maker is not None:
                 self._store = GraphStore(maker, settings, self._stats)
             if settings.precision == "invariant":
-                self._stats.invariant_from = verified_floor(forward, settings.max_patches)
+                self._stats.invariant_from = verified_floor(
+                    forward, settings.max_patches, settings.max_images
+                )
 
     @classmethod
     def on(cls, forward: Forward, settings: GraphSettings) -> "GraphRunner":
@@ -63,9 +65,13 @@ class GraphRunner:
             floor = self._stats.invariant_from
             if floor is None:
                 return self._run(patches_PC, call)
-            calls = [Call(layout, call.output) for layout in parts(call.layout, floor)]
+            calls = [Call(layout, call.output) for layout in self._parts(call.layout, floor)]
             own = torch.split(patches_PC, [part.layout.num_patches for part in calls])
             return torch.cat([self._run(x_PC, x) for x_PC, x in zip(own, calls, strict=True)])
+
+    def _parts(self, layout: PackedLayout, floor: int) -> list[PackedLayout]:
+        limits = self._settings.max_patches, self._settings.max_images
+        return parts(layout, floor, *limits)
 
     def _run(self, patches_PC: Tensor, call: Call) -> Tensor:
         if self._store is None:
@@ -77,20 +83,25 @@ class GraphRunner:
             return self._eager(self._store, patches_PC, call)
         self._stats.hits += 1
         rows_RD = self._store.replay(captured, patches_PC, call)
-        if self._stats.hits % self._settings.shadow_every:
+        if not self._store.is_due(captured):
             return rows_RD
-        eager_RD = self._eager(self._store, patches_PC, call)
+        try:
+            eager_RD = self._forward.eager(patches_PC, call)
+        except torch.OutOfMemoryError:
+            return rows_RD  # there is an answer: the check has to wait
         return rows_RD if self._store.confirms(captured, rows_RD, eager_RD) else eager_RD
 
     @torch.inference_mode()
-    def idle(self) -> bool:
-        """Do one thing that no request should wait for; whether there is another to do.
+    def idle(self, *, may_rebuild: bool = True) -> bool:
+        """Take one step of what no request should wait for; whether there is another to take.
 
-        A capture takes about as long as some eager runs of its batch. Waits for the device.
+        A step takes about as long as two batches: a recording, or one comparison with eager, of
+        which a graph has to pass several. Giving up all graphs for new ones is another. Waits for
+        the device.
         """
         if self._store is not None:
             with self.on_stream():
-                self._store.work()
+                self._store.work(may_rebuild=may_rebuild)
         return self.has_work
 
     @property
@@ -100,11 +111,13 @@ class GraphRunner:
 
     def capture_now(self, calls: list[Call]) -> None:
         """Capture what these would lack, before anybody waits; the first stays the hottest."""
-        for call in reversed(calls):
-            if self._store is not None:
-                self._store.ask_for(call)
-            while self.idle():
-                pass
+        if self._store is None:
+            return
+        for call in reversed(calls[: self._settings.graph_capacity]):
+            # Where its budget turns out to change bits, its exact layout is next.
+            while self._store.ask_for(call) and self.has_work:
+                while self.idle():
+                    pass
 
     def release(self) -> None:
         """Give up every graph and the pool's memory. The same keys may be captured again."""

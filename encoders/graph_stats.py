@@ -46,12 +46,14 @@ class GraphStats:
     """Times that all graphs and their pool were given up, the hottest to be captured anew."""
     graphs: int = 0
     """Graphs that can be replayed now."""
+    on_trial: int = 0
+    """Graphs that are recorded, and not yet compared with eager in every way."""
     retired: int = 0
     """Evicted graphs whose memory waits for a rebuild."""
     arena_bytes: int = 0
-    pool_bytes: int = 0
+    graph_pool_bytes: int = 0
     graph_bytes: int = 0
-    """Device memory that captures have taken since the last rebuild, the pool's growth included."""
+    """Device memory that the graphs took when they were captured, the pool's growth included."""
 
     def missed(self, reason: Miss) -> None:
         """One more batch that ran eagerly."""
@@ -62,13 +64,12 @@ class GraphStats:
         """Replayed or not."""
         return self.hits + sum(self.misses.values())
 
-    def captured(self, milliseconds: float, device_bytes: int) -> None:
+    def captured(self, milliseconds: float) -> None:
         """One more graph."""
         self.captures += 1
         self.failures_in_a_row = 0
         self.capture_ms += milliseconds
         self.longest_capture_ms = max(self.longest_capture_ms, milliseconds)
-        self.graph_bytes += device_bytes
 
     def failed(self) -> None:
         """A capture came to nothing."""

@@ -1,13 +1,14 @@
 """The graphs of one encoder: captured when there is time, kept while they are used, given up."""
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from encoders.captured import Capture, CapturedGraph, GraphMaker, TooLittleMemory
+from encoders.attention_kernels import KERNEL_FAILURES
+from encoders.captured import Candidate, CapturedGraph, GraphMaker, TooLittleMemory
 from encoders.config import GraphSettings
 from encoders.graph_cache import Admission, GraphCache
 from encoders.graph_keys import GraphKey
@@ -16,19 +17,15 @@ from encoders.packing import Call
 
 logger = logging.getLogger(__name__)
 
+WAIT_FOR_MEMORY_S = 60.0
 MAX_FAILURES_IN_A_ROW = 8
 """After so many failed captures without a success between, no more is tried: each loses a pool."""
 
 
 class GraphStore:
-    """At most `graph_capacity` graphs in one memory pool. One thread uses it."""
+    """At most `graph_capacity` graphs in one graph pool. One thread uses it."""
 
-    def __init__(
-        self,
-        maker: GraphMaker,
-        settings: GraphSettings,
-        stats: GraphStats,
-    ) -> None:
+    def __init__(self, maker: GraphMaker, settings: GraphSettings, stats: GraphStats) -> None:
         self._maker = maker
         self._planner = maker.planner
         self._recorder = maker.recorder
@@ -36,8 +33,11 @@ class GraphStore:
         self._stats = stats
         self._cache = GraphCache(settings.graph_capacity)
         self._admission = Admission(settings.admission, settings.graph_capacity)
+        self._candidate: Candidate | None = None
         self._rebuild_due = False
         self._disabled = False
+        self._short_until = 0.0
+        self._resets_are_safe = False
         self._probe()
 
     def __len__(self) -> int:
@@ -64,25 +64,36 @@ class GraphStore:
             if reason is None:
                 return self._admission.see(plan.key, call)
             refused = reason
+        if refused == "no_gain":
+            self._admission.refuse()
         return refused
 
     @property
     def has_work(self) -> bool:
         """Whether `work` would do something."""
-        return self._rebuild_due or (not self._disabled and bool(self._admission.queue))
+        due = self._candidate is not None or bool(self._admission.queue)
+        short = time.monotonic() < self._short_until
+        return self._rebuild_due or (due and not self._disabled and not short)
 
-    def work(self) -> None:
-        """One rebuild, or one capture. Waits for the device."""
+    def work(self, *, may_rebuild: bool = True) -> None:
+        """One step: a rebuild, a recording, or one comparison of the last. Waits for the device."""
         if self._rebuild_due:
-            self.rebuild()
+            if may_rebuild:
+                self.rebuild()
+        elif self._candidate is not None:
+            self._try(self._candidate)
         elif self.has_work:
-            self._capture(*self._admission.queue.popitem(last=False))
+            self._record(*self._admission.queue.popitem(last=False))
 
-    def ask_for(self, call: Call) -> None:
-        """Queue what a call would be replayed with, whether or not it was seen."""
-        for plan in self._planner.plans(call)[:1]:
-            if plan.key not in self._cache:
+    def ask_for(self, call: Call) -> bool:
+        """Queue what a call would be replayed with, seen or not; False if nothing is left to."""
+        for plan in self._planner.plans(call):
+            if plan.key in self._cache:
+                return False
+            if self._admission.refused(plan.key, call.layout.num_patches) is None:
                 self._admission.queue[plan.key] = call
+                return True
+        return False
 
     def usual_calls(self, num_prefix: int) -> list[Call]:
         """What any traffic will need, as many as graphs are kept."""
@@ -100,13 +111,15 @@ class GraphStore:
     def release(self) -> None:
         """Give up every graph and the pool's memory. The same keys may be captured again."""
         self._admission.queue.clear()
-        self._stats.graph_bytes = 0
         for captured in self._cache.drain():
             captured.graph.reset()
+        if self._candidate is not None:
+            self._candidate.captured.graph.reset()
+            self._candidate = None
         try:
             self._recorder.renew()
         except RuntimeError as error:
-            self._failed("a new pool", error)
+            self._failed("a new graph pool", error)
         else:
             self._rebuild_due = False
 
@@ -121,6 +134,10 @@ class GraphStore:
         self.release()
         self._admission.queue = due
 
+    def is_due(self, captured: CapturedGraph) -> bool:
+        """Whether the graph's last replay is the one in `shadow_every` that is to be checked."""
+        return self._cache.uses(captured.plan.key) % self._settings.shadow_every == 0
+
     def confirms(self, captured: CapturedGraph, rows_RD: Tensor, eager_RD: Tensor) -> bool:
         """Whether a replay gave eager's bits. If not, the graph is not used again. Waits."""
         self._stats.shadow_checks += 1
@@ -131,64 +148,86 @@ class GraphStore:
             self._drop(captured, "a replay")
         return False
 
-    def _drop(self, captured: CapturedGraph, what: str) -> None:
-        key = captured.plan.key
-        logger.error("%s of %s differs from eager; it stays eager", what, key)
-        self._admission.give_up(key)
-        self._free(self._cache.remove(captured))
-
-    def _tolerates(self, key: GraphKey) -> bool:
-        return self._settings.precision == "fast" and key.kind == "budget"
-
     def poison(self) -> None:
         """NaN in the arena and in all scratch of all graphs: what survives was not shared."""
         self._maker.poison(self._cache.graphs())
 
     def measure(self, stats: GraphStats) -> None:
         """Enter the sizes of now."""
+        trial = [] if self._candidate is None else [self._candidate.captured]
+        held = [*self._cache.graphs(), *self._cache.retired, *trial]
         stats.graphs, stats.retired = len(self._cache), len(self._cache.retired)
-        stats.arena_bytes, stats.pool_bytes = self._maker.arena_bytes, self._recorder.pool_bytes
+        stats.on_trial = len(trial)
+        stats.graph_bytes = sum(max(captured.device_bytes, 0) for captured in held)
+        stats.arena_bytes = self._maker.arena_bytes
+        stats.graph_pool_bytes = self._recorder.graph_pool_bytes
 
-    def _capture(self, key: GraphKey, call: Call) -> None:
-        self._admission.tried(key)  # whatever a kernel library may raise while capturing
+    def _tolerates(self, key: GraphKey) -> bool:
+        return self._settings.precision == "fast" and key.kind == "budget"
+
+    def _record(self, key: GraphKey, call: Call) -> None:
+        self._admission.tried(key)
         try:
-            capture = self._maker.make(self._planner.plan(key, call), call)
+            captured = self._maker.record(self._planner.plan(key, call), call)
         except TooLittleMemory as error:
             self._admission.succeeded(key)  # it may, when memory is free again
             self._stats.short_of_memory += 1
-            logger.warning("no graph for %s: %s", key, error)
-        except RuntimeError as error:
+            self._short_until = time.monotonic() + WAIT_FOR_MEMORY_S
+            logger.warning("no captures for %.0f s: %s", WAIT_FOR_MEMORY_S, error)
+        except KERNEL_FAILURES as error:
             self._failed(str(key), error)
         else:
             self._admission.succeeded(key)
-            self._stats.captured(capture.milliseconds, capture.device_bytes)
-            self._admit(capture)
+            self._stats.captured(captured.milliseconds)
+            witnesses = self._planner.witnesses(captured.plan, call)
+            self._candidate = Candidate(captured, iter(witnesses))
 
-    def _admit(self, capture: Capture) -> None:
-        captured, key = capture.captured, capture.captured.plan.key
-        patches = captured.call.layout.num_patches
-        if not capture.verified and not self._tolerates(key):
-            self._stats.mismatches += 1
-            self._drop(captured, "a capture")
-        elif not self._admission.gains(key, patches, capture.eager_ms, capture.replay_ms):
-            self._stats.no_gain += 1
-            self._free([captured])
+    def _try(self, candidate: Candidate) -> None:
+        """One comparison; after the last, the graph is kept if it is worth it."""
+        captured, witness = candidate.captured, next(candidate.witnesses, None)
+        try:
+            if witness is not None:
+                agrees = self._maker.agrees(captured, witness)
+                if not agrees and not self._tolerates(captured.plan.key):
+                    self._stats.mismatches += 1
+                    self._drop(captured, "a capture")
+                return
+            eager_ms, replay_ms = self._maker.times(captured)
+        except KERNEL_FAILURES as error:  # out of memory, or worse
+            self._free(captured)
+            self._failed(f"the comparison of {captured.plan.key}", error)
         else:
-            logger.info("captured %s in %.0f ms", key, capture.milliseconds)
-            evicted = self._cache.install(captured)
-            self._stats.evictions += len(evicted)
+            self._candidate = None
+            self._admit(captured, eager_ms, replay_ms)
+
+    def _admit(self, captured: CapturedGraph, eager_ms: float, replay_ms: float) -> None:
+        key, patches = captured.plan.key, captured.call.layout.num_patches
+        if not self._admission.gains(key, patches, eager_ms, replay_ms):
+            self._stats.no_gain += 1
+            self._free(captured)
+            return
+        logger.info("%s: %.1f ms eagerly, %.1f as a graph", key, eager_ms, replay_ms)
+        for evicted in self._cache.install(captured):
+            self._stats.evictions += 1
             self._free(evicted)
 
-    def _free(self, graphs: Sequence[CapturedGraph]) -> None:
-        for captured in graphs:
-            if self._resets_are_safe:
-                captured.graph.reset()
-            else:
-                self._cache.retired.append(captured)
+    def _drop(self, captured: CapturedGraph, what: str) -> None:
+        logger.error("%s of %s differs from eager, which goes on", what, captured.plan.key)
+        self._admission.give_up(captured.plan.key)
+        self._free(captured)
+
+    def _free(self, captured: CapturedGraph) -> None:
+        if self._candidate is not None and self._candidate.captured is captured:
+            self._candidate = None
+        self._cache.remove(captured)
+        if self._resets_are_safe:
+            captured.graph.reset()
+        else:
+            self._cache.retired.append(captured)
         if len(self._cache.retired) >= self._settings.graph_capacity:
             self._rebuild_due = True
 
-    def _failed(self, what: str, error: RuntimeError) -> None:
+    def _failed(self, what: str, error: Exception) -> None:
         """Survive it: graphs that there are stay good, but the pool takes no more."""
         self._stats.failed()
         self._rebuild_due = True
@@ -199,12 +238,11 @@ class GraphStore:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        self._resets_are_safe = False
         try:
             self._resets_are_safe = self._maker.resets_are_safe()
         except TooLittleMemory as error:
             logger.warning("whether graphs can be freed one by one was not tried: %s", error)
-        except RuntimeError as error:
+        except KERNEL_FAILURES as error:
             self._failed("the start-up probe", error)
         if not self._resets_are_safe:
             logger.warning("graphs are not freed one by one here: all are captured anew at times")

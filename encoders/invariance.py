@@ -19,7 +19,7 @@ OUTPUTS: tuple[Output, ...] = ("pooled", "patch")
 
 
 @torch.inference_mode()
-def verified_floor(forward: Forward, max_patches: int) -> int:
+def verified_floor(forward: Forward, max_patches: int, max_images: int) -> int:
     """Least patches from which on no tried image's bits depended on its company.
 
     A matrix product may be computed in another order for another number of rows. So each image is
@@ -30,9 +30,9 @@ def verified_floor(forward: Forward, max_patches: int) -> int:
     width = 3 * tower.frames * tower.patch_size**2
     patches_PC = torch.randn(max_patches, width, device=forward.device, dtype=forward.dtype)
     for grid in reversed([(1, s * tower.merge_size, s * tower.merge_size) for s in SIDES]):
-        if 2 * num_patches(grid) > max_patches:
+        if num_patches(grid) > largest_shared(max_patches):
             continue
-        if not _own(forward, patches_PC, grid):
+        if not _own(forward, patches_PC, grid, max_images):
             break
         floor = num_patches(grid)
     if floor is None:
@@ -44,21 +44,29 @@ def verified_floor(forward: Forward, max_patches: int) -> int:
     return floor
 
 
-def _own(forward: Forward, patches_PC: Tensor, grid: GridTHW) -> bool:
-    for company in companies(grid, forward.tower.merge_size, len(patches_PC)):
+def largest_shared(max_patches: int) -> int:
+    """Patches of the largest image that shares batches: what exceeds it was never tried."""
+    return max_patches // 2
+
+
+def _own(forward: Forward, patches_PC: Tensor, grid: GridTHW, max_images: int) -> bool:
+    for company in companies(grid, forward.tower.merge_size, len(patches_PC), max_images):
         if not all(_alike(forward, patches_PC, grid, company, kind) for kind in OUTPUTS):
             logger.info("%s differs in the company of %s", grid, company)
             return False
     return True
 
 
-def companies(grid: GridTHW, merge_size: int, max_patches: int) -> Iterator[list[GridTHW]]:
+def companies(
+    grid: GridTHW, merge_size: int, max_patches: int, max_images: int
+) -> Iterator[list[GridTHW]]:
     """Images to share a batch with: none of one's size, one, many; up to the largest batch."""
     smallest = (1, merge_size, merge_size)
     yield [smallest]
     yield [grid]
-    yield [smallest] * 7
     room = (max_patches - num_patches(grid)) // num_patches(smallest)
+    for images in (min(7, room), min(max_images - 1, room)):
+        yield [smallest] * images
     for blocks in (room // 16, room // 4, room):
         if blocks:
             yield [(1, merge_size, merge_size * blocks)]
@@ -82,9 +90,22 @@ def _alike(
     return same_bits(alone_RD, torch.split(together_RD, counts)[place])
 
 
-def parts(layout: PackedLayout, floor: int) -> list[PackedLayout]:
-    """A batch cut so that no image's bits depend on another: those below the floor run alone."""
-    large = [grid for grid in layout.grid_thw if num_patches(grid) >= floor]
-    small = layout.grid_thw[len(large) :]  # packed longest first
-    groups = [large] if large else []
-    return [PackedLayout.of(g, layout.num_prefix) for g in [*groups, *([grid] for grid in small)]]
+def parts(
+    layout: PackedLayout, floor: int, max_patches: int, max_images: int
+) -> list[PackedLayout]:
+    """A batch cut so that no image's bits depend on another.
+
+    Images from the floor up to `largest_shared` share batches as large as were tried; all others
+    run alone.
+    """
+    groups, room = list[list[GridTHW]](), 0
+    for grid in layout.grid_thw:
+        patches = num_patches(grid)
+        shares = floor <= patches <= largest_shared(max_patches)
+        if shares and patches <= room and len(groups[-1]) < max_images:
+            groups[-1].append(grid)
+            room -= patches
+        else:
+            groups.append([grid])
+            room = max_patches - patches if shares else 0
+    return [PackedLayout.of(group, layout.num_prefix) for group in groups]

@@ -39,7 +39,7 @@ class Measured:
 class Recorder(Protocol):
     """What records graphs into one shared pool. One thread uses it: the one that runs the tower."""
 
-    pool_bytes: int
+    graph_pool_bytes: int
     """Device memory that the present pool has taken."""
 
     def on_stream(self) -> AbstractContextManager[None]:
@@ -77,7 +77,7 @@ class CudaRecorder:
     """A `Recorder` of CUDA or HIP graphs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.pool_bytes = 0
+        self.graph_pool_bytes = 0
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._cell = torch.zeros(1, device=device)
@@ -120,12 +120,12 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # Other threads go on allocating and asking events; in the default mode each would kill
         # the capture. A wait for the whole device still does.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
         try:
             run()
         finally:  # raises in its turn if the capture is dead
             graph.capture_end()
-        self.pool_bytes += torch.cuda.memory_reserved(self._device) - reserved
+        self.graph_pool_bytes += torch.cuda.memory_reserved(self._device) - reserved
         return graph
 
     def renew(self) -> None:
@@ -134,8 +134,8 @@ class CudaRecorder:
             self._anchor.reset()
             self._anchor = None
         torch.cuda.empty_cache()  # the old pool's memory goes back before the new one grows
-        self.pool_bytes = 0
-        self._pool = torch.cuda.graph_pool_handle()
+        self.graph_pool_bytes = 0
+        self._graph_pool = torch.cuda.graph_pool_handle()
         # A pool whose last graph is gone cannot be captured into again: this one never goes.
         self._anchor = self.capture(lambda: self._cell.add_(1))
 

@@ -21,7 +21,7 @@ def refill(view: Tensor, tensor: Tensor) -> None:
     if is_rocm():
         # A kernel has to write it: after a plain copy, replayed kernels may find the old values in
         # the scalar cache (ROCm/hip#3902).
-        write(view, upload(tensor, view.device))
+        write(view, tensor if tensor.device == view.device else upload(tensor, view.device))
     elif tensor.device == view.device:
         view.copy_(tensor)
     else:

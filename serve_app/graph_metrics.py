@@ -40,7 +40,7 @@ def publish(stats: GraphStats, published: GraphStats) -> None:
     gauge("encoder_graph_retired").set(stats.retired)
     for kind, size in (
         ("arena", stats.arena_bytes),
-        ("pool", stats.pool_bytes),
+        ("pool", stats.graph_pool_bytes),
         ("graphs", stats.graph_bytes),
     ):
         gauge("encoder_graph_memory_bytes").set(size, tags={"kind": kind})

@@ -21,7 +21,7 @@ from tests.fake_aiter import capturing
 GIB = 1 << 30
 
 
-class Broken(AssertionError):
+class Broken(BaseException):  # not an Exception: the runner survives those
     """The runner did what would crash, hang or be silently wrong on a device."""
 
 
@@ -50,11 +50,15 @@ class FakeGraph:
         self.writes: list[Tensor] = []
         self.wrong = False
         """Whether its workspace was taken away, or its recording was bad from the start."""
+        self.dead = False
+        """Whether it does nothing: HIP may not tell that a capture has failed."""
 
     def replay(self) -> None:
         self._recorder.check_thread()
         must(self in self.pool.graphs, "replayed a graph that was reset")
         self._recorder.replays += 1
+        if self.dead:
+            return
         self._run()
         if self.wrong:
             for rows in self.writes:
@@ -77,6 +81,7 @@ class Warmth(TorchDispatchMode):
         self._seen = seen
         self._recording = recording
         self.writes: list[Tensor] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         shapes = tuple((tuple(x.shape), x.dtype) for x in args if isinstance(x, Tensor))
@@ -84,16 +89,22 @@ class Warmth(TorchDispatchMode):
             self._seen.add((func, shapes))
         elif func is torch.ops.aten.copy_.default:
             self.writes.append(args[0])  # the result's way into the arena, which eager has not
+            self._before.append((args[0], args[0].clone()))
         else:
             must((func, shapes) in self._seen, f"a capture met {func} on {shapes}, never warmed")
         return func(*args, **(kwargs or {}))
+
+    def undo(self) -> None:
+        """Recording computes nothing: results are what they were."""
+        for rows, before in self._before:
+            rows.copy_(before)
 
 
 class FakeRecorder:
     """A `Recorder` on the CPU. Its switches are what can go wrong."""
 
     def __init__(self) -> None:
-        self.pool_bytes = 0
+        self.graph_pool_bytes = 0
         self.free = 100 * GIB
         self.scratch = GIB // 8
         self.reset_clears_workspace = False
@@ -101,6 +112,8 @@ class FakeRecorder:
         """So many captures from now on die, as by another thread's device-wide wait."""
         self.spoil_captures = 0
         """So many graphs from now on compute something else than eager."""
+        self.dead_captures = 0
+        """So many graphs from now on do nothing."""
         self.eager_ms, self.replay_ms = 20.0, 5.0
         self.captures = self.replays = 0
         self.pool = Pool()
@@ -146,18 +159,20 @@ class FakeRecorder:
         graph = FakeGraph(self, run)
         graph.writes = writes
         self.pool.graphs.add(graph)
-        self.pool_bytes = max(self.pool_bytes, self.scratch)
+        self.graph_pool_bytes = max(self.graph_pool_bytes, self.scratch)
         self.captures += 1
         if self.spoil_captures:
             self.spoil_captures -= 1
             graph.wrong = True
+        if self.dead_captures:
+            self.dead_captures -= 1
+            graph.dead = True
         return graph
 
     def _record(self, run: Callable[[], object]) -> list[Tensor]:
         with Warmth(self._seen, recording=True) as warmth, capturing():
             run()
-        for rows in warmth.writes:
-            rows.fill_(torch.nan)  # recording has not written them
+        warmth.undo()
         if self.kill_captures:
             self.kill_captures -= 1
             raise RuntimeError("operation failed due to a previous error during capture")
@@ -167,7 +182,7 @@ class FakeRecorder:
         self.check_thread()
         anchors = self.pool.graphs
         must(len(anchors) <= 1, f"{len(anchors) - 1} graphs still live in the pool that is left")
-        self.pool, self.pool_bytes = Pool(), 0
+        self.pool, self.graph_pool_bytes = Pool(), 0
         with Warmth(self._seen, recording=False):
             self._cell.add_(1)
         self.capture(lambda: self._cell.add_(1))

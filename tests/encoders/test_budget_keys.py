@@ -11,7 +11,7 @@ PLANNER = Planner("budget", 2, 16_384, 64)
 
 
 def shape(*blocks: int) -> tuple[int, ...]:
-    """Patches, slots and `max_seqlen` for images of so many merged patches."""
+    """Patches, segments and `max_seqlen` for images of so many merged patches."""
     layout = PackedLayout.of([(1, 2, 2 * count) for count in blocks], 0)
     return PLANNER.budget_plan(Call(layout, "pooled")).key.shape
 
@@ -36,8 +36,8 @@ def test_a_plan_holds_its_batch_and_its_padding(num_prefix: int) -> None:
 
         plan = PLANNER.budget_plan(Call(layout, "pooled"))
 
-        patches, slots, max_seqlen = plan.key.shape
+        patches, segments, max_seqlen = plan.key.shape
         assert plan.layout.num_patches == patches
-        assert plan.layout.num_images == slots
+        assert plan.layout.num_images == segments
         assert max(plan.layout.seqlens) <= max_seqlen == plan.max_seqlen
         assert plan.layout.grid_thw[: layout.num_images] == layout.grid_thw

@@ -20,7 +20,7 @@ def test_recording_writes_nothing_and_a_replay_reads_what_is_there_now() -> None
     recorder = FakeRecorder()
     with recorder.on_stream():
         x, y, graph = doubled(recorder)
-        assert y.isnan().all()
+        assert y.tolist() == [0, 0, 0]
         x.fill_(5)
         graph.replay()
 

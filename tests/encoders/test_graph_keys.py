@@ -42,13 +42,13 @@ def test_the_ladder_rises_by_an_eighth_in_whole_merge_blocks(planner: Planner) -
 def test_padding_is_images_of_its_own_and_every_row_has_a_segment(planner: Planner) -> None:
     for call in calls(planner):
         key, layout, max_seqlen = planner.budget_plan(call)
-        patches, slots, longest = key.shape
+        patches, segments, longest = key.shape
 
         assert layout.grid_thw[: call.layout.num_images] == call.layout.grid_thw
-        assert (layout.num_patches, layout.num_images, max_seqlen) == (patches, slots, longest)
+        assert (layout.num_patches, layout.num_images, max_seqlen) == (patches, segments, longest)
         assert list(layout.cu_seqlens) == sorted(layout.cu_seqlens)
         assert layout.cu_seqlens[0] == 0
-        assert layout.cu_seqlens[-1] == patches + slots * layout.num_prefix
+        assert layout.cu_seqlens[-1] == patches + segments * layout.num_prefix
         assert max(layout.seqlens) <= max_seqlen
 
 

@@ -41,7 +41,7 @@ def embedding(data: bytes) -> Embedding:
     return Embedding((values / np.linalg.norm(values)).astype(np.float32), (1, 1, len(data)))
 
 
-GRAPHS = GraphStats(hits=7, misses={"unseen": 3}, captures=2, graphs=2, pool_bytes=4096)
+GRAPHS = GraphStats(hits=7, misses={"unseen": 3}, captures=2, graphs=2, graph_pool_bytes=4096)
 
 
 class Service:

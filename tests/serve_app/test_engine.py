@@ -1,6 +1,8 @@
 """The engine's pauses: what is captured in them, and what is told of it."""
 
 import asyncio
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,7 @@ async def test_no_capture_begins_while_a_batch_waits_until_it_is_overdue(
     during = list[int]()
     idle = engine._encoder.idle
     monkeypatch.setattr(
-        engine._encoder, "idle", lambda: during.append(engine._num_batches) or idle()
+        engine._encoder, "idle", lambda **kw: during.append(engine._num_batches) or idle(**kw)
     )
     await constant_load()
     await until(lambda: no_work(engine))
@@ -105,15 +107,44 @@ async def test_no_capture_begins_while_a_batch_waits_until_it_is_overdue(
     assert max(during) > 0
 
 
+async def test_under_constant_load_one_step_is_taken_in_the_stated_time(
+    config: EncoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config, "cpu")
+    steps = list[float]()
+    idle = engine._encoder.idle
+    monkeypatch.setattr(
+        engine._encoder, "idle", lambda **kw: steps.append(time.monotonic()) or idle(**kw)
+    )
+    monkeypatch.setattr(engine_module, "CAPTURE_EVERY_S", 0.2)
+    stop = time.monotonic() + 1.5
+
+    async def client(start: int) -> None:
+        n = start
+        while time.monotonic() < stop:
+            n += 1
+            await engine.encode(packed(config, *range(1 + n % 7)), "pooled", ())
+
+    await asyncio.gather(*(client(n) for n in (0, 2, 4)))
+    await until(lambda: no_work(engine))
+
+    under_load = [at for at in steps if at < stop]
+    assert under_load
+    assert all(later - earlier > 0.19 for earlier, later in pairwise(under_load))
+
+
 async def test_idle_work_that_fails_is_logged_and_batches_are_served(
     config: EncoderConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(config, "cpu")
 
-    def fail(*_: Any) -> None:
-        raise LookupError("a kernel library's own error")
+    class OddError(Exception):
+        pass
 
-    monkeypatch.setattr(GraphMaker, "make", fail)
+    def fail(*_: Any) -> None:
+        raise OddError("a kernel library's own error")
+
+    monkeypatch.setattr(GraphMaker, "record", fail)
 
     for _ in range(3):
         await engine.encode(packed(config, 1), "pooled", ())
@@ -142,7 +173,7 @@ def test_publishing_counts_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_metrics, "gauge", Gauged)
     before = GraphStats(hits=3, misses={"queued": 2}, captures=1, capture_ms=500.0)
     after = before.snapshot()
-    after.hits, after.capture_ms, after.graphs, after.pool_bytes = 5, 1500.0, 7, 99
+    after.hits, after.capture_ms, after.graphs, after.graph_pool_bytes = 5, 1500.0, 7, 99
     after.misses = {"queued": 3, "failed": 4}
 
     graph_metrics.publish(before, GraphStats())
