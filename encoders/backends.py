@@ -25,10 +25,10 @@ LOADERS: Mapping[str, Callable[[Target], Attention]] = MappingProxyType(
 
 BEST: Mapping[tuple[str, int], str] = MappingProxyType(
     {
-        # Measured on an H200, eager, ms of a whole Qwen3-VL tower (benchmarks/results): flash costs
-        # the host more at each launch, 14.6 against 8.7 for one image of 512x512, and the device
-        # less, 83 against 127 for one of 2048x1600. Name flash where images are large.
-        ("sm90", 72): "varlen",
+        # Measured on an H200 (benchmarks/results): flash costs the device less at every size, 0.25
+        # against 0.37 ms a layer for 16 images of 512x512, 1.7 against 3.4 for one of 2048x1600.
+        # The host it costs more, which replayed graphs hide.
+        ("sm90", 72): "flash",
     }
 )
 """(architecture, head size) -> backend, where it was measured."""

@@ -50,7 +50,7 @@ def all_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sm80", BF16, 72, "varlen"),
         ("sm89", BF16, 64, "varlen"),
         ("sm90", BF16, 64, "varlen"),
-        ("sm90", BF16, 72, "varlen"),
+        ("sm90", BF16, 72, "flash"),
         ("sm90", torch.float16, 80, "varlen"),
         ("sm90", FP32, 72, "sdpa"),
         ("sm100", BF16, 72, "varlen"),
@@ -80,7 +80,7 @@ def test_auto_takes_what_the_table_names(
 
 @pytest.mark.parametrize(
     ("architecture", "passed_over"),
-    [("sm90", ["varlen"]), ("sm80", ["varlen"]), ("gfx950", ["aiter"]), ("cpu", [])],
+    [("sm90", ["flash", "varlen"]), ("sm80", ["varlen"]), ("gfx950", ["aiter"]), ("cpu", [])],
 )
 def test_auto_falls_back_in_order_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
