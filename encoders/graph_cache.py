@@ -1,6 +1,7 @@
 """Which keys have a graph, which are to get one, and which never will."""
 
 from collections import Counter, OrderedDict
+from heapq import nsmallest
 from itertools import count
 from typing import Literal
 
@@ -94,6 +95,8 @@ class Admission:
         self._losses: OrderedDict[GraphKey, int] = OrderedDict()
         self._largest_gain = 0
         self._refusals = 0
+        self.gains_below = float("inf")
+        """Patches from which on no graph gained: launching is then hidden behind the device."""
         self.queue: OrderedDict[GraphKey, Call] = OrderedDict()
         """What is to be captured, next first. Never more than graphs can be kept."""
 
@@ -132,23 +135,25 @@ class Admission:
             return True
         if replay_ms <= (1 - LEAST_GAIN) * eager_ms:
             self._largest_gain = max(self._largest_gain, patches)
-            return True
-        _remember(self._losses, key, patches)
-        return False
+            self._losses.pop(key, None)
+        else:
+            _remember(self._losses, key, patches)
+        self._learn()
+        return key not in self._losses
 
     def refuse(self) -> None:
         """Count a batch that has no graph for lack of gain; measurements do not hold for ever."""
         self._refusals += 1
         if self._refusals % FORGET_LOSSES_AFTER == 0:
             self._losses.clear()
+            self._learn()
 
-    @property
-    def gains_below(self) -> float:
-        """Patches from which on no graph gained: launching is then hidden behind the device."""
+    def _learn(self) -> None:
         if len(self._losses) < 2:  # one loss may have been a disturbance
-            return float("inf")
-        _, second, *_ = sorted(self._losses.values())
-        return max(second, self._largest_gain + 1)
+            self.gains_below = float("inf")
+            return
+        _, second = nsmallest(2, self._losses.values())
+        self.gains_below = max(second, self._largest_gain + 1)
 
 
 def _remember(table: OrderedDict[GraphKey, int], key: GraphKey, value: int) -> None:
