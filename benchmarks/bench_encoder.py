@@ -498,6 +498,15 @@ def table(*head: str, rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
+def publish(document: dict[str, Any], text: str, path: Path | None) -> None:
+    """Write both results files if a path is given; the last line of stdout is the document."""
+    line = json.dumps(document)
+    if path:
+        path.with_suffix(".md").write_text(text)
+        path.with_suffix(".json").write_text(line + "\n")
+    print(line)
+
+
 def main() -> None:
     """Measure, write the results if asked to, print one JSON document."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -510,11 +519,7 @@ def main() -> None:
     device = torch.device(options.device)
     rows, backend = measure(options.model, device, options.attention)
     about = conditions(device, options.model, backend)
-    document = json.dumps(about | {"rows": [asdict(row) for row in rows]})
-    if options.write:
-        options.write.with_suffix(".md").write_text(markdown(about, rows))
-        options.write.with_suffix(".json").write_text(document + "\n")
-    print(document)
+    publish(about | {"rows": [asdict(row) for row in rows]}, markdown(about, rows), options.write)
 
 
 if __name__ == "__main__":

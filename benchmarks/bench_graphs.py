@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_encoder import SUBJECTS, build, conditions, milliseconds
+from bench_encoder import SUBJECTS, build, conditions, milliseconds, publish
 from torch import Tensor
 
 from encoders.captured import GraphMaker
@@ -315,11 +315,7 @@ def main() -> None:
         sys.stderr.write(f"{json.dumps(rows[-1])}\n")
         torch.cuda.empty_cache()
     about = conditions(bench.device, "qwen3-vl", bench.forward.backend.name)
-    document = json.dumps(about | {"rows": rows})
-    if options.write:
-        options.write.with_suffix(".md").write_text(markdown(about, rows))
-        options.write.with_suffix(".json").write_text(document + "\n")
-    print(document)
+    publish(about | {"rows": rows}, markdown(about, rows), options.write)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_encoder import conditions
+from bench_encoder import conditions, publish
 from bench_graphs import Bench, markdown
 from torch import Tensor
 
@@ -225,11 +225,7 @@ def main() -> None:
         rows.append(case())
         sys.stderr.write(f"{json.dumps(rows[-1])}\n")
     about = conditions(bench.device, "qwen3-vl", bench.forward.backend.name)
-    document = json.dumps(about | {"rows": rows})
-    if options.write:
-        options.write.with_suffix(".md").write_text(markdown(about, rows))
-        options.write.with_suffix(".json").write_text(document + "\n")
-    print(document)
+    publish(about | {"rows": rows}, markdown(about, rows), options.write)
 
 
 if __name__ == "__main__":
