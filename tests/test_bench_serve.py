@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing, suppress
 from dataclasses import asdict
 from email.parser import BytesParser
 from pathlib import Path
@@ -98,7 +99,16 @@ def test_an_open_loop_counts_those_who_arrived_inside_the_window() -> None:
 async def test_every_request_carries_an_image_and_every_refusal_is_counted(wanted: Load) -> None:
     seen: Counter[bytes] = Counter()
 
+    handlers = list[asyncio.Task[None]]()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.create_task(answer(reader, writer)))
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(asyncio.IncompleteReadError):  # the client has left
+            await answer_all(reader, writer)
+
+    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while b"Content-Length: 1" in (head := await reader.readuntil(b"\r\n\r\n")):
             assert b"Content-Type: image/jpeg" in head
             body = await reader.readexactly(1)
@@ -107,7 +117,7 @@ async def test_every_request_carries_an_image_and_every_refusal_is_counted(wante
             await asyncio.sleep(0.002)
             writer.write(b"HTTP/1.1 %b\r\nContent-Length: 6\r\n\r\n\x93NUMPY" % status)
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
     now = time.monotonic()
     window = Window(now + 0.1, now + 0.4)
@@ -116,6 +126,7 @@ async def test_every_request_carries_an_image_and_every_refusal_is_counted(wante
     outcome = await load.drive(here, [b"a", b"b"], window, seed=0)
 
     server.close()
+    await asyncio.wait_for(asyncio.gather(*handlers), 30)  # else they would end in another test
     assert abs(seen[b"a"] - seen[b"b"]) <= 1
     assert len(outcome.samples) == seen.total() > 10
     assert sum(not sample.ok for sample in outcome.samples) == seen[b"b"]

@@ -23,21 +23,21 @@ def test_images_are_packed_longest_first_and_ties_by_arrival() -> None:
     assert layout.num_images == 4
 
 
-def test_arrival_order_and_transposed_grids_share_a_key() -> None:
-    keys = {PackedLayout.of(grids, 1).key for grids in permutations(GRIDS)}
-    transposed = PackedLayout.of([(t, w, h) for t, h, w in GRIDS], 1).key
+def test_arrival_order_and_transposed_grids_share_their_lengths() -> None:
+    keys = {PackedLayout.of(grids, 1).seqlens for grids in permutations(GRIDS)}
+    transposed = PackedLayout.of([(t, w, h) for t, h, w in GRIDS], 1).seqlens
 
     assert keys == {transposed}
 
 
-def test_other_boundaries_with_an_equal_total_have_another_key() -> None:
+def test_other_boundaries_with_an_equal_total_are_other_lengths() -> None:
     one, other = (
         PackedLayout.of([(1, 2, 5), (1, 2, 5)], 1),
         PackedLayout.of([(1, 2, 6), (1, 2, 4)], 1),
     )
 
     assert one.num_rows == other.num_rows
-    assert one.key != other.key
+    assert one.seqlens != other.seqlens
 
 
 def test_a_layout_without_prefix_counts_patches_alone() -> None:
