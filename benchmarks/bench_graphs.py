@@ -91,6 +91,12 @@ class Bench:
         return self.patches[start : start + count]
 
 
+def settle(runner: GraphRunner) -> None:
+    """Let it capture all that it wants to."""
+    while runner.idle():
+        pass
+
+
 def patches_of(call: Call) -> int:
     """Patches of a call."""
     return sum(num_patches(grid) for grid in call.layout.grid_thw)
@@ -143,8 +149,7 @@ def sweep(bench: Bench) -> dict[str, Any]:
             runner.run(bench.some_patches(bench.call(sizes)), bench.call(sizes))
             if index in rebuild_at:
                 runner.rebuild()
-            while runner.idle():
-                pass
+            settle(runner)
             for order in (sizes, sizes[::-1], random.sample(sizes, len(sizes))):
                 call, hits = bench.call(order), runner.stats().hits
                 patches = bench.some_patches(call)
@@ -194,12 +199,11 @@ def trace(bench: Bench) -> dict[str, Any]:
     runner = bench.runner(graph_capacity=32, max_patches=max(map(patches_of, batches)))
     for call in [max(batches, key=patches_of), *batches[:1]]:
         runner.run(bench.some_patches(call), call)
-        while runner.idle():
-            pass
+        settle(runner)
     before = peak = used_bytes()
     for call in batches:
         runner.run(bench.some_patches(call), call).cpu()
-        runner.idle()
+        settle(runner)
         peak = max(peak, used_bytes())
     stats = runner.stats()
     return {
@@ -225,7 +229,7 @@ def memory(bench: Bench) -> dict[str, Any]:
     graphs, before = [], runner.stats()
     for call in calls:
         runner.run(bench.some_patches(call), call)
-        runner.idle()
+        settle(runner)
         after = runner.stats()
         pool = after.graph_pool_bytes - before.graph_pool_bytes
         graphs.append(
@@ -258,7 +262,7 @@ def replay(bench: Bench, count: int) -> dict[str, Any]:
     runner, call = bench.runner(max_patches=16_384), bench.call([(512, 512)] * count)
     patches = bench.some_patches(call)
     runner.run(patches, call)
-    runner.idle()
+    settle(runner)
     maker = GraphMaker(bench.forward, GraphSettings(), CudaRecorder(bench.device))
     with runner.on_stream(), maker.recorder.on_stream():
         captured = maker.make(maker.planner.exact_plan(call), call).captured

@@ -147,8 +147,13 @@ class GraphRunner:
         return self._stats.snapshot()
 
     def digest(self) -> Digest | None:
-        """What can be replayed now; None if nothing ever will."""
-        return None if self._store is None else self._store.digest()
+        """What can be replayed now; None if nothing ever will.
+
+        None for `invariant` too: which images share a batch is then decided here.
+        """
+        if self._store is None or self._stats.invariant_from is not None:
+            return None
+        return self._store.digest()
 
     def usual_calls(self) -> list[Call]:
         """What to capture before anything was seen."""

@@ -26,13 +26,13 @@ class HeardOf:
 
     def graphs(self) -> EncoderGraphs:
         """By encoder."""
-        return {encoded.encoder: encoded.graphs for encoded in self._recent()}
+        return {encoded.encoder: encoded.graphs for encoded in self._recent().values()}
 
     def digest(self, replica: str) -> Digest | None:
         """What a replica could replay; None if that is not known."""
-        _, encoded = self._last.get(replica, (0.0, None))
+        encoded = self._recent().get(replica)
         return None if encoded is None else encoded.digest
 
-    def _recent(self) -> list[Encoded]:
+    def _recent(self) -> dict[str, Encoded]:
         oldest = time.monotonic() - FORGET_AFTER_S
-        return [encoded for heard, encoded in self._last.values() if heard > oldest]
+        return {name: encoded for name, (heard, encoded) in self._last.items() if heard > oldest}
