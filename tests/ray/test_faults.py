@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,9 +32,11 @@ from encoders import EncoderConfig
 from encoders.encoder import Encoder
 from encoders.packing import PackedBatch
 from encoders.sizes import NUM_PREFIX, grid_thw
+from serve_app import replica
 from serve_app.app import SLOTS, build_app, encoder_options, handle, ingress
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
+from serve_app.engine import Engine
 from serve_app.handles import BatcherHandle, EncoderHandle
 from serve_app.replica import EncoderReplica
 from serve_app.service import Rows
@@ -331,14 +333,22 @@ POISON = (1, 2, 3)
 """The colour on which the engine below hangs. No other test sends it."""
 
 
-class Hangs(EncoderReplica):
-    """An encoder whose engine never returns from a batch with a certain image in it."""
+class HangingEngine(Engine):
+    """An engine that never returns from a batch with a certain image in it."""
 
-    def _encode(self, batch: PackedBatch, *wanted: Any) -> Rows:
+    def _rows(self, batch: PackedBatch, *wanted: Any) -> Sequence[Rows] | Rows:
         pixels = batch.pixels.reshape(-1, 3)
         if (pixels == POISON).all(1).any():
             threading.Event().wait()
-        return super()._encode(batch, *wanted)
+        return super()._rows(batch, *wanted)
+
+
+class Hangs(EncoderReplica):
+    """An encoder with that engine."""
+
+    def __init__(self, *args: Any) -> None:
+        replica.Engine = HangingEngine  # in this process, which is this replica's own
+        super().__init__(*args)
 
 
 @pytest.fixture(scope="module")
