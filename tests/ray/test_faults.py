@@ -32,7 +32,7 @@ from encoders import EncoderConfig
 from encoders.encoder import Encoder
 from encoders.packing import PackedBatch
 from encoders.sizes import NUM_PREFIX, grid_thw
-from serve_app import replica
+from serve_app import replica as replica_module
 from serve_app.app import SLOTS, build_app, encoder_options, handle, ingress
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
@@ -347,7 +347,7 @@ class Hangs(EncoderReplica):
     """An encoder with that engine."""
 
     def __init__(self, *args: Any) -> None:
-        replica.Engine = HangingEngine  # in this process, which is this replica's own
+        replica_module.Engine = HangingEngine  # in this process, which is this replica's own
         super().__init__(*args)
 
 
