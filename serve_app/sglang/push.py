@@ -22,12 +22,17 @@ Networks = Sequence[IPv4Network | IPv6Network]
 def endpoint(host: str, port: int, allowed: Networks) -> str:
     """ZMQ's address of a receiver. Raises `InvalidRequest` unless its network is allowed.
 
-    Names are refused: what they mean may change between the check and the connection.
+    Names are refused: what they mean may change between the check and the connection. So are
+    zones (`fe80::1%eth0`): any text may follow the `%`, and to ZMQ `;` separates two addresses.
+    Nothing of the caller's text gets into the result.
     """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        address: IPv4Address | IPv6Address = ip_address(host.removeprefix("[").removesuffix("]"))
+        address: IPv4Address | IPv6Address = ip_address(bare)
     except ValueError as error:
         raise InvalidRequest(f"the receiver's host {host[:80]!r} is no IP address") from error
+    if "%" in bare:
+        raise InvalidRequest(f"the receiver's host {host[:80]!r} has a zone, which is not allowed")
     address = getattr(address, "ipv4_mapped", None) or address
     if address.is_unspecified or not any(address in network for network in allowed):
         networks = ", ".join(map(str, allowed))

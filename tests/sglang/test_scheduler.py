@@ -163,6 +163,11 @@ def test_one_unreachable_receiver_keeps_the_message_from_no_other(
     [
         ({"receive_url": "10.0.0.7:40001"}, "10.0.0.7 is not in sglang.receivers"),
         ({"receive_url": "tcp://127.0.0.1:1"}, "is no IP address"),
+        ({"receive_url": "[::1%lo]:40001"}, "has a zone"),
+        ({"receive_url": "[::1%1]:45675;[::1]:40001"}, "has a zone"),
+        ({"receive_url": "::1%1]:45675;[::1:40001"}, "has a zone"),
+        ({"receive_url": "127.0.0.1:1;127.0.0.1:40001"}, "is no IP address"),
+        ({"receive_url": "[[127.0.0.1]]:40001"}, "is no IP address"),
         ({"receive_url": "127.0.0.1"}, "is not host:port"),
         ({"receive_url": "127.0.0.1:0"}, "is not host:port"),
         ({"receive_count": 0}, "receive_count"),
