@@ -21,6 +21,7 @@ class SGLangSettings(Settings):
     receivers: tuple[IPvAnyNetwork, ...] = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
     """Networks of the SGLang servers that rows may be pushed to."""
     push_timeout_s: Seconds = 3.0
+    """For the connection to a receiver; the transfer may then take longer, by its length."""
     queue_for_s: Seconds = 3.0
     """How long a part that a full queue refuses is offered again."""
     public_url: BaseUrl | None = None

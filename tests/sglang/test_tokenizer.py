@@ -224,8 +224,8 @@ def test_an_unreachable_receiver_ends_in_time_and_holds_up_no_other(
 
     with ThreadPoolExecutor(20) as pool:
         lost = [
-            pool.submit(http.post, f"{served}/encode", json=body([png(1)], gone.port))
-            for _ in range(19)
+            pool.submit(http.post, f"{served}/encode", json=body([png(1)], gone.port, f"r{i}"))
+            for i in range(19)
         ]
         good = pool.submit(http.post, f"{served}/encode", json=body([png(2)], here))
         here.take()
