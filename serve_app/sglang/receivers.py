@@ -53,6 +53,10 @@ class Receivers(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Nothing more comes from this process."""
+        ...
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -118,7 +122,11 @@ class LocalReceivers:
             del self._parts[req_id]
         return part.known
 
+    async def close(self) -> None:
+        """It ends with its process."""
+
     def __len__(self) -> int:
+        self._forget_old()
         return len(self._parts)
 
     def _add(self, req_id: str, part: _Waiting | None = None) -> _Waiting:

@@ -293,6 +293,7 @@ async def test_a_replica_that_drains_still_takes_registrations_for_what_it_has(
         taken = await http.post("/scheduler_receive_url", json=registration(receiver, "d"))
 
         assert refused.status_code == 503
+        assert "shutting down" in refused.json()["message"]
         assert (await call).status_code == taken.status_code == 200
         assert await drain == 0
     assert (await asyncio.to_thread(receiver.take)).rows is not None

@@ -148,6 +148,17 @@ def test_too_many_images_are_refused_with_both_numbers(
     assert receiver.take().data.error_msg == "the part has 3 images, the limit is 2"
 
 
+def test_a_body_that_is_too_large_is_refused_in_words_that_sglang_reads(
+    serve: Serve, http: httpx.Client, receiver: Receiver
+) -> None:
+    url = serve(api={"max_body_bytes": 1000})
+
+    reply = http.post(f"{url}/encode", json=body([png(1, (200, 200))], receiver))
+
+    assert reply.status_code == 413
+    assert "the limit is 1000" in reply.json()["message"]
+
+
 MALFORMED = {
     "no JSON": b"{",
     "no id": {"req_id": ""},
