@@ -64,7 +64,7 @@ class Registry:
 
     async def _end_unless_used(self) -> None:
         num_uses, end = self._num_uses, time.monotonic() + EXPIRE_S
-        while self._receivers and time.monotonic() < end:
+        while self._receivers and time.monotonic() < end:  # noqa: ASYNC110 (nothing tells)
             await asyncio.sleep(0.1)
         if self._num_uses == num_uses:  # else whoever used it lets it retire
             ray.kill(ray.get_runtime_context().current_actor)

@@ -149,7 +149,8 @@ async def test_what_cannot_be_closed_keeps_nothing_else_open(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sglang = make_ingress(tiny, sglang={"chat_url": "http://127.0.0.1:9"})._sglang
-    assert sglang and sglang._chat
+    assert sglang
+    assert sglang._chat
     monkeypatch.setattr(sglang._bootstrap, "stop", Fails().stop)
 
     with pytest.raises(OSError, match="cannot be closed"):
