@@ -66,7 +66,7 @@ class Pusher:
         The timeout is for the connection; the transfer may take longer, by the message's length.
         """
         parts = [frame for frame in frames if frame is not None]
-        num_bytes = sum(memoryview(frame).nbytes for frame in parts)
+        num_bytes = len(frames.header) + (0 if frames.rows is None else frames.rows.nbytes)
         transfer_s = self._timeout_s + num_bytes / LEAST_BYTES_PER_S
         problem = f"took no message within {self._timeout_s:g} s"
         socket: zmq.asyncio.Socket | None = None
