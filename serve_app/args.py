@@ -12,6 +12,9 @@ from serve_app.endpoints import ApiLimits
 from serve_app.sglang.settings import SGLangSettings
 from serve_app.waiting import BatchLimits
 
+SGLANG_TIMEOUT_S = 170.0
+"""Ten seconds before SGLang gives a request up: what failed late still has to be said."""
+
 
 class AppArgs(Settings):
     """The `args` of `serve_config.yaml`."""
@@ -35,6 +38,11 @@ def check_limits(args: AppArgs, config: EncoderConfig) -> None:
     """What one limit admits, the next must have room for, or it would wait for ever."""
     if args.sglang and config.family != "qwen3_vl":
         raise ConfigError(f"sglang: SGLang splits no encoder of family {config.family} off")
+    if args.sglang and args.api.request_timeout_s >= SGLANG_TIMEOUT_S:
+        raise ConfigError(
+            f"api.request_timeout_s is {args.api.request_timeout_s:g}, with sglang it has to be "
+            f"below {SGLANG_TIMEOUT_S:g}: SGLang itself gives up after 180"
+        )
     largest_image = 3 * config.limits.max_pixels
     for name, admitted, limit_name, limit in (
         ("api.max_images", args.api.max_images, "queue.max_images", args.queue.max_images),

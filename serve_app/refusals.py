@@ -74,12 +74,11 @@ def refusal(error: EncoderError) -> JSONResponse:
 def reply(
     status: int, message: str, *, code: str | None = None, param: str | None = None
 ) -> JSONResponse:
-    """OpenAI's `error` object, and `detail` for the clients that read that."""
+    """OpenAI's `error` object; `detail` for the clients that read that, `message` for SGLang."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse(
-        {"error": error, "detail": message}, status, headers=HEADERS.get(HTTPStatus(status))
-    )
+    content = {"error": error, "detail": message, "message": message}
+    return JSONResponse(content, status, headers=HEADERS.get(HTTPStatus(status)))
 
 
 def snake_case(name: str) -> str:

@@ -5,6 +5,7 @@ They drop an encoder that they could not reach for ten minutes, and forget all w
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import httpx
@@ -13,7 +14,7 @@ from serve_app.canary import CANARY
 from serve_app.metrics import counter
 from serve_app.service import ImageService
 from serve_app.sglang.settings import SGLangSettings
-from serve_app.sglang.shared import end_with_app
+from serve_app.sglang.shared import app_ends, app_is_deleted
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,17 @@ READY_TIMEOUT_S = 10.0
 class Bootstrap:
     """Keeps one URL registered with every configured server."""
 
-    def __init__(self, settings: SGLangSettings, service: ImageService) -> None:
+    def __init__(
+        self,
+        settings: SGLangSettings,
+        service: ImageService,
+        is_deleted: Callable[[], Awaitable[bool]] = app_is_deleted,
+    ) -> None:
         self._url = settings.public_url
         self._servers = settings.bootstrap_urls
         self._every_s = settings.register_every_s
         self._service = service
+        self._is_deleted = is_deleted
         self._failing = set[str]()
         self._task: asyncio.Task[None] | None = None
 
@@ -45,7 +52,7 @@ class Bootstrap:
 
     async def stop(self) -> None:
         """Register no more from this replica. Others may go on, unless all of them end."""
-        if await self._pause() and await end_with_app():
+        if await self._pause() and await app_ends():
             await self._tell_all("DELETE", "/unregister_encoder_url")
 
     async def _pause(self) -> bool:
@@ -60,9 +67,11 @@ class Bootstrap:
     async def _keep_registered(self) -> None:
         while not await self._encoder_answers():  # noqa: ASYNC110 (nothing tells)
             await asyncio.sleep(1)
-        while True:
+        # Ray lets replicas finish first, of which each would undo what another's end has told.
+        while not await self._is_deleted():
             await self._tell_all("POST", "/register_encoder_url")
             await asyncio.sleep(self._every_s)
+        await self._tell_all("DELETE", "/unregister_encoder_url")
 
     async def _encoder_answers(self) -> bool:
         canary = self._service.submit([CANARY], READY_TIMEOUT_S)
@@ -77,7 +86,7 @@ class Bootstrap:
         try:
             reply = await client.request(method, server + path, json={"url": self._url})
             problem = "" if reply.status_code == 200 else f"status {reply.status_code}"
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = type(error).__name__
         counter("encoder_registrations_total").inc(tags={"result": "failed" if problem else "ok"})
         if problem and server not in self._failing:  # once, not every half minute

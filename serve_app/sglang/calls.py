@@ -7,12 +7,15 @@ from contextlib import AsyncExitStack
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from encoders.errors import EncoderError
+from encoders.errors import EncoderError, InvalidRequest, RequestTooLarge
 from serve_app.metrics import counter
 from serve_app.refusals import Verdict, verdict
 from serve_app.sglang.delivery import Delivery
 from serve_app.sglang.encoding import PartEncoder
 from serve_app.sglang.wire import Frames, Part, Registration, failure, parse
+
+MAX_REGISTRATION = 16 * 1024
+"""Bytes of the body of a registration."""
 
 
 class Calls:
@@ -21,6 +24,7 @@ class Calls:
     def __init__(self, encoder: PartEncoder, delivery: Delivery) -> None:
         self._encoder = encoder
         self._delivery = delivery
+        self._serving = set[tuple[str, int, str | None]]()
 
     async def encode(self, request: Request) -> Response:
         """Encode a part and send its rows, one message to each receiver; then answer 200.
@@ -32,10 +36,17 @@ class Calls:
         try:
             part = await asyncio.to_thread(parse, Part, await request.body())
             named = self._delivery.named(part)
+            key = part.req_id, part.part_idx, named
+            if key in self._serving:
+                raise InvalidRequest(f"{part.req_id[:80]!r} is being encoded already")
         except EncoderError as error:  # there is nobody to send a message to
             return refused(verdict(error), part.req_id if part else "")
         # Whatever goes wrong, not only what was thought of: else SGLang waits in vain.
-        (outcome,) = await asyncio.gather(self._serve(part, named), return_exceptions=True)
+        self._serving.add(key)
+        try:
+            (outcome,) = await asyncio.gather(self._serve(part, named), return_exceptions=True)
+        finally:
+            self._serving.discard(key)
         counter("encoder_parts_total").inc(tags={"result": "failed" if outcome else "sent"})
         if isinstance(outcome, BaseException):
             outcome = verdict(outcome)
@@ -45,7 +56,7 @@ class Calls:
         """Note one receiver of a part that names none. Waits for nothing."""
         registration: Registration | None = None
         try:
-            registration = parse(Registration, await request.body())
+            registration = parse(Registration, await _short_body(request))
             await self._delivery.register(registration)
         except EncoderError as error:
             return refused(verdict(error), registration.req_id if registration else "")
@@ -73,6 +84,17 @@ class Calls:
     async def _in_turn(self, part: Part, stack: AsyncExitStack) -> Frames:
         await stack.enter_async_context(self._encoder.turn())
         return await self._encoder.encode(part)
+
+
+async def _short_body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_REGISTRATION:
+            raise RequestTooLarge(
+                f"the body has {len(body)} bytes or more, the limit is {MAX_REGISTRATION}"
+            )
+    return bytes(body)
 
 
 def refused(said: Verdict, req_id: str) -> JSONResponse:

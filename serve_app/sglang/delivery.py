@@ -10,7 +10,7 @@ from serve_app import metrics
 from serve_app.sglang.push import Pusher, endpoint, split_address
 from serve_app.sglang.receivers import Receivers
 from serve_app.sglang.settings import SGLangSettings
-from serve_app.sglang.shared import end_with_app, receivers
+from serve_app.sglang.shared import receivers
 from serve_app.sglang.wire import Frames, Part, Registration
 
 logger = logging.getLogger(__name__)
@@ -80,10 +80,12 @@ class Delivery:
 
     async def close(self) -> None:
         """Finish what is being sent."""
-        if self._late:
-            await asyncio.wait(self._late)
-        await asyncio.to_thread(self._pusher.close)
-        await end_with_app()
+        try:
+            if self._late:
+                await asyncio.wait(self._late)
+            await asyncio.to_thread(self._pusher.close)
+        finally:
+            await self._receivers.close()
 
     async def _push_all(self, receivers: Collection[str], frames: Frames) -> None:
         """To all at once; one that cannot be reached keeps it from no other."""

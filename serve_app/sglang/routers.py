@@ -1,7 +1,7 @@
 """The part of an Ingress replica that is SGLang's: its routes, and what lives beside them."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter
@@ -46,9 +46,10 @@ class SGLang:
 
     @asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
-        self._bootstrap.start()
-        yield
-        await self._bootstrap.stop()
-        if self._chat:
-            await self._chat.close()
-        await self._delivery.close()
+        async with AsyncExitStack() as stack:  # one that fails keeps no other from closing
+            stack.push_async_callback(self._delivery.close)
+            if self._chat:
+                stack.push_async_callback(self._chat.close)
+            stack.push_async_callback(self._bootstrap.stop)
+            self._bootstrap.start()
+            yield

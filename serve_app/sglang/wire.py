@@ -25,6 +25,7 @@ MAX_MESSAGE = 2000
 
 RequestId = Annotated[str, Field(min_length=1, max_length=1024)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+ReceiveCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Count = Annotated[int, Field(strict=True, ge=1, le=65536)]
 
 
@@ -53,8 +54,8 @@ class Registration(BaseModel):
     """The body of `/scheduler_receive_url`: one of `receive_count` receivers of a part."""
 
     req_id: RequestId
-    receive_count: Count
-    receive_url: str
+    receive_count: ReceiveCount
+    receive_url: Annotated[str, Field(max_length=256)]
     """host:port; an IPv6 host stands in brackets."""
 
 

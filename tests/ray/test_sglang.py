@@ -67,6 +67,10 @@ def receivers() -> Iterator[Iterator[Receiver]]:
         yield made
 
 
+def actor_names() -> set[str]:
+    return {x["name"] for x in ray.util.list_named_actors(all_namespaces=True)}
+
+
 async def post(http: httpx.AsyncClient, url: str, json: Json) -> int:
     """As SGLang does it: a connection for each call, so that no two need meet one replica."""
     return (await http.post(url, json=json, headers={"connection": "close"})).status_code
@@ -153,8 +157,7 @@ async def test_health_is_quick_without_any_encoder_and_the_end_of_the_app_is_tol
 
     assert server.calls[-1] == "unregister"
     assert server.urls == set()
-    names = {x["name"] for x in ray.util.list_named_actors(all_namespaces=True)}
-    assert "sglang_receivers:ends" not in names
+    await until(lambda: "sglang_receivers:ends" not in actor_names())
     assert NAMESPACE in {x["namespace"] for x in ray.util.list_named_actors(all_namespaces=True)}
 
 

@@ -153,7 +153,7 @@ def assert_refused(
     body = response.json()
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": body["detail"], "type": kind, "param": param, "code": code}
-    assert body == {"error": error, "detail": body["detail"]}
+    assert body == {"error": error, "detail": body["detail"], "message": body["detail"]}
     assert message in body["detail"]
 
 

@@ -21,6 +21,7 @@ with warnings.catch_warnings():
 
     from serve_app.app import SLOTS, build_app, resolve_device
     from serve_app.args import AppArgs, check_limits, max_patches
+    from serve_app.endpoints import ApiLimits
     from serve_app.sglang.settings import SGLangSettings
     from serve_app.sglang.slots import MAX_CALLS
     from serve_app.waiting import BatchLimits
@@ -205,6 +206,15 @@ def test_ingress_has_room_for_calls_that_wait_and_for_those_that_they_wait_for()
 def test_building_refuses_sglang_in_front_of_a_tower_that_it_has_no_model_for() -> None:
     with pytest.raises(ConfigError, match="sglang: SGLang splits no encoder of family dinov2 off"):
         build_app(AppArgs(device="cpu", sglang=SGLangSettings()))
+
+
+def test_building_refuses_a_timeout_at_which_sglang_has_given_up() -> None:
+    limits = ApiLimits(request_timeout_s=170)
+    args = AppArgs(encoder="qwen3-vl-2b", device="cpu", batch=LARGE, api=limits)
+    build_app(args)
+
+    with pytest.raises(ConfigError, match="request_timeout_s is 170, with sglang it has to be be"):
+        build_app(args.model_copy(update={"sglang": SGLangSettings()}))
 
 
 def test_the_shipped_file_has_valid_arguments_that_fit_each_other() -> None:

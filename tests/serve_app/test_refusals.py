@@ -69,6 +69,7 @@ def test_a_refusal_says_status_code_message_and_item(kind: type[EncoderError], s
             "code": snake_case(kind.__name__),
         },
         "detail": "input[3]: 3 is over 2",
+        "message": "input[3]: 3 is over 2",
     }
 
 

@@ -1,14 +1,17 @@
 """SGLang servers are told the service's URL, again and again, and at the end no more."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI, Response
 from pydantic import ValidationError
 
+from serve_app.sglang.bootstrap import Bootstrap
 from serve_app.sglang.settings import SGLangSettings
 from tests.conditions import until
 from tests.sglang.conftest import listening, make_ingress, running
@@ -104,6 +107,60 @@ def test_a_server_that_is_down_keeps_the_service_from_nothing(
     assert servers[0][0].urls == set()
 
 
+async def test_what_is_being_deleted_registers_no_more_and_is_untold_at_once(
+    servers: list[tuple[BootstrapServer, str]],
+) -> None:
+    deleted = asyncio.Event()
+
+    async def is_deleted() -> bool:
+        return deleted.is_set()
+
+    told = SGLangSettings.model_validate(settings(servers))
+    service: Any = Answers()
+    bootstrap = Bootstrap(told, service, is_deleted)
+    bootstrap.start()
+    await until(lambda: all(len(server.calls) > 1 for server, _ in servers))
+
+    deleted.set()
+
+    await until(lambda: all("unregister" in server.calls for server, _ in servers))
+    counts = [len(server.calls) for server, _ in servers]
+    await asyncio.sleep(0.2)  # four times as long as between two registrations
+    assert [len(server.calls) for server, _ in servers] == counts
+    await bootstrap.stop()
+    assert [server.urls for server, _ in servers] == [set(), set()]
+
+
+class Answers:
+    """A service whose encoder is there."""
+
+    async def submit(self, *_: object) -> list[None]:
+        return [None]
+
+
+class Fails:
+    """A connection that cannot even be closed."""
+
+    async def stop(self) -> None:
+        raise OSError("cannot be closed")
+
+
+async def test_what_cannot_be_closed_keeps_nothing_else_open(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglang = make_ingress(tiny, sglang={"chat_url": "http://127.0.0.1:9"})._sglang
+    assert sglang
+    assert sglang._chat
+    monkeypatch.setattr(sglang._bootstrap, "stop", Fails().stop)
+
+    with pytest.raises(OSError, match="cannot be closed"):
+        async with sglang._lifespan(None):
+            pass
+
+    assert sglang._chat._client.is_closed
+    assert sglang._delivery._pusher._context.closed
+
+
 async def test_draining_unregisters_before_requests_are_refused(
     tiny: Path, servers: list[tuple[BootstrapServer, str]]
 ) -> None:
@@ -127,6 +184,12 @@ async def test_draining_unregisters_before_requests_are_refused(
         ({"public_url": "http://a:8000/"}, "String should match pattern"),
         ({"public_url": "ftp://a:8000"}, "String should match pattern"),
         ({"public_url": "http://user@a:8000"}, "String should match pattern"),
+        ({"public_url": "http://a:99999"}, "port"),
+        ({"public_url": "http://a:0"}, "port 0 cannot be called"),
+        ({"public_url": "http://:8000"}, "host '' and port 8000 cannot"),
+        ({"public_url": "http://a:port"}, "port"),
+        ({"public_url": "http://a", "bootstrap_urls": ["http://b:99999"]}, "port"),
+        ({"chat_url": "http://a:99999"}, "port"),
         ({"chat_key": "k"}, "chat_url, which is not set"),
         ({"push_timeout_s": 5}, "less than 5"),
         ({"receivers": ["10.0.0.1/8"]}, "receivers"),

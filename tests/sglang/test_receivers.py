@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from encoders.errors import Overloaded
+from encoders.errors import InvalidRequest, Overloaded
 from serve_app.sglang import receivers
 from serve_app.sglang.receivers import Known, LocalReceivers
 from serve_app.sglang.wire import Frames
@@ -37,7 +37,7 @@ async def test_a_failure_is_kept_until_every_receiver_has_heard_of_it(
     late = [await registry.register("a", 3, name) for name in ("two", "two", "three")]
 
     assert known.receivers == ("one",)
-    assert late == [FAILED] * 3
+    assert late == [FAILED, None, FAILED]  # the second call was a repetition
     assert len(registry) == 0
 
 
@@ -81,14 +81,68 @@ async def test_old_parts_are_forgotten_and_awaited_ones_are_not(
     assert (await waiting).complete
 
 
-async def test_the_number_of_parts_is_bounded(
+async def test_a_receiver_that_was_told_of_a_failure_is_not_told_again(
+    registry: LocalReceivers,
+) -> None:
+    await registry.register("a", 2, "one")
+    await registry.fail("a", FAILED)
+
+    assert await registry.register("a", 2, "one") is None
+    assert await registry.register("a", 2, "two") == FAILED
+
+
+async def test_a_part_that_a_call_waits_for_is_no_other_calls(registry: LocalReceivers) -> None:
+    waiting = asyncio.create_task(registry.registered("a", 60))
+    await asyncio.sleep(0)
+
+    with pytest.raises(InvalidRequest, match="'a' is being encoded already"):
+        await registry.registered("a", 60)
+    with pytest.raises(InvalidRequest, match="'a' is being encoded already"):
+        await registry.fail("a", FAILED)
+
+    assert await registry.register("a", 1, "one") is None
+    assert await waiting == Known(("one",), 1)
+
+
+async def test_a_part_whose_call_has_left_may_be_asked_for_again(registry: LocalReceivers) -> None:
+    waiting = asyncio.create_task(registry.registered("a", 60))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await registry.register("a", 1, "one")
+
+    known = await registry.registered("a", 60)
+
+    assert known == Known(("one",), 1)
+
+
+async def test_past_the_limit_the_oldest_part_that_nobody_waits_for_is_forgotten(
+    registry: LocalReceivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receivers, "MAX_PARTS", 3)
+    waiting = asyncio.create_task(registry.registered("awaited", 60))
+    await asyncio.sleep(0)
+    await registry.register("old", 2, "one")
+    await registry.register("young", 2, "one")
+
+    await registry.register("new", 2, "one")
+
+    assert len(registry) == 3
+    assert (await registry.fail("old", FAILED)).receivers == ()
+    await registry.register("awaited", 1, "one")
+    assert (await waiting).complete
+
+
+async def test_the_number_of_parts_that_calls_wait_for_is_bounded(
     registry: LocalReceivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receivers, "MAX_PARTS", 2)
-    await registry.register("a", 1, "one")
-    await registry.register("b", 1, "one")
+    waiting = [asyncio.create_task(registry.registered(x, 60)) for x in "ab"]
+    await asyncio.sleep(0)
 
     with pytest.raises(Overloaded, match="2 parts wait, the limit is 2"):
         await registry.register("c", 1, "one")
 
     assert await registry.register("b", 1, "one") is None
+    assert (await waiting[1]).complete
+    waiting[0].cancel()

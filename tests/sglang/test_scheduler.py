@@ -163,9 +163,16 @@ def test_one_unreachable_receiver_keeps_the_message_from_no_other(
     [
         ({"receive_url": "10.0.0.7:40001"}, "10.0.0.7 is not in sglang.receivers"),
         ({"receive_url": "tcp://127.0.0.1:1"}, "is no IP address"),
+        ({"receive_url": "[::1%lo]:40001"}, "has a zone"),
+        ({"receive_url": "[::1%1]:45675;[::1]:40001"}, "has a zone"),
+        ({"receive_url": "::1%1]:45675;[::1:40001"}, "has a zone"),
+        ({"receive_url": "127.0.0.1:1;127.0.0.1:40001"}, "is no IP address"),
+        ({"receive_url": "[[127.0.0.1]]:40001"}, "is no IP address"),
         ({"receive_url": "127.0.0.1"}, "is not host:port"),
         ({"receive_url": "127.0.0.1:0"}, "is not host:port"),
+        ({"receive_url": "1" * 257}, "receive_url: String should have at most 256"),
         ({"receive_count": 0}, "receive_count"),
+        ({"receive_count": 1025}, "less than or equal to 1024"),
         ({"req_id": None}, "req_id"),
     ],
 )
@@ -178,6 +185,33 @@ def test_a_wrong_registration_is_refused(
 
     assert reply.status_code == 400
     assert said in reply.json()["message"]
+
+
+def test_a_long_registration_is_refused(
+    served: str, http: httpx.Client, receiver: Receiver
+) -> None:
+    long = registration(receiver, rid="long") | {"more": "x" * 17_000}
+
+    reply = http.post(f"{served}/scheduler_receive_url", json=long)
+
+    assert reply.status_code == 413
+    assert "the limit is 16384" in reply.json()["message"]
+
+
+def test_a_second_call_for_a_part_that_is_being_encoded_is_refused_and_tells_nobody(
+    served: str, http: httpx.Client, receiver: Receiver, background: ThreadPoolExecutor
+) -> None:
+    call = background.submit(encode, http, served, png(1), rid="same")
+    wait_until_waiting(http, served, call)
+
+    second = encode(http, served, "file:///etc/passwd", rid="same")
+    register(http, served, receiver, rid="same")
+
+    assert second.status_code == 400
+    assert second.json()["message"] == "'same_local_part_0' is being encoded already"
+    assert call.result().status_code == 200
+    assert receiver.take().rows is not None
+    assert list(receiver.rest()) == []
 
 
 def test_registrations_that_disagree_are_refused(
@@ -259,6 +293,7 @@ async def test_a_replica_that_drains_still_takes_registrations_for_what_it_has(
         taken = await http.post("/scheduler_receive_url", json=registration(receiver, "d"))
 
         assert refused.status_code == 503
+        assert "shutting down" in refused.json()["message"]
         assert (await call).status_code == taken.status_code == 200
         assert await drain == 0
     assert (await asyncio.to_thread(receiver.take)).rows is not None

@@ -148,6 +148,17 @@ def test_too_many_images_are_refused_with_both_numbers(
     assert receiver.take().data.error_msg == "the part has 3 images, the limit is 2"
 
 
+def test_a_body_that_is_too_large_is_refused_in_words_that_sglang_reads(
+    serve: Serve, http: httpx.Client, receiver: Receiver
+) -> None:
+    url = serve(api={"max_body_bytes": 1000})
+
+    reply = http.post(f"{url}/encode", json=body([png(1, (200, 200))], receiver))
+
+    assert reply.status_code == 413
+    assert "the limit is 1000" in reply.json()["message"]
+
+
 MALFORMED = {
     "no JSON": b"{",
     "no id": {"req_id": ""},
@@ -182,6 +193,13 @@ FORBIDDEN = [
     "example.org",
     "8.8.8.8",
     "::ffff:8.8.8.8",
+    "::1%lo",
+    "::1%1]:45675;[::1",
+    "[::1%1]:45675;[::1]",
+    "::1%",
+    "127.0.0.1:45675;127.0.0.1",
+    "[127.0.0.1",
+    "127.0.0.1 ",
     "",
 ]
 
@@ -217,8 +235,8 @@ def test_an_unreachable_receiver_ends_in_time_and_holds_up_no_other(
 
     with ThreadPoolExecutor(20) as pool:
         lost = [
-            pool.submit(http.post, f"{served}/encode", json=body([png(1)], gone.port))
-            for _ in range(19)
+            pool.submit(http.post, f"{served}/encode", json=body([png(1)], gone.port, f"r{i}"))
+            for i in range(19)
         ]
         good = pool.submit(http.post, f"{served}/encode", json=body([png(2)], here))
         here.take()
