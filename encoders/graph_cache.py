@@ -77,6 +77,10 @@ class GraphCache:
         self.retired.clear()
         return graphs
 
+    def keys(self) -> frozenset[GraphKey]:
+        """What can be replayed."""
+        return frozenset(self._graphs)
+
     def graphs(self) -> list[CapturedGraph]:
         """Every graph, most recently used first."""
         keys = sorted(self._graphs, key=lambda x: self._used.get(x, 0), reverse=True)

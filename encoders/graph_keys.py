@@ -10,12 +10,12 @@ from encoders.packing import Call, Output, PackedLayout
 GraphMode = Literal["off", "exact", "budget"]
 
 LADDER_STEP = 1.125
-"""Budgets rise by this factor: a batch is padded by an eighth at most, by 7 % on average."""
+"""Budgets rise by this factor: a batch is padded by an eighth at most, by 6 % on average."""
 SMALLEST_BUDGET = 64
 FEWEST_SEGMENTS = 8
 FEW_SEGMENTS, ROOMY_PATCHES = 16, 4096
 """Up to so many segments, or patches, `max_seqlen` is the whole budget: what that launches in vain
-is some 2 % of a batch, and every class of it would be a graph of its own.
+is little, and every class of it would be a graph of its own.
 """
 USUAL_PATCHES = 4096
 """Above, a graph hardly gains; budgets up to here are captured before anything was seen."""

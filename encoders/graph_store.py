@@ -105,8 +105,7 @@ class GraphStore:
 
     def digest(self) -> Digest:
         """What can be replayed."""
-        keys = frozenset(captured.plan.key for captured in self._cache.graphs())
-        return Digest(self._planner, keys, self._admission.gains_below)
+        return Digest(self._planner, self._cache.keys(), self._admission.gains_below)
 
     def release(self) -> None:
         """Give up every graph and the pool's memory. The same keys may be captured again."""
@@ -126,6 +125,8 @@ class GraphStore:
     def rebuild(self) -> None:
         """Give up every graph and the pool; what is due and the hottest are captured anew."""
         due = OrderedDict(self._admission.queue)
+        if self._candidate is not None:
+            due.setdefault(self._candidate.captured.plan.key, self._candidate.captured.call)
         for captured in self._cache.graphs():
             due.setdefault(captured.plan.key, captured.call)
         while len(due) > self._settings.graph_capacity:

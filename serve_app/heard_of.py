@@ -26,13 +26,13 @@ class HeardOf:
 
     def graphs(self) -> EncoderGraphs:
         """By encoder."""
-        return {encoded.encoder: encoded.graphs for encoded in self._recent().values()}
+        oldest = time.monotonic() - FORGET_AFTER_S
+        recent = (encoded for heard, encoded in self._last.values() if heard > oldest)
+        return {encoded.encoder: encoded.graphs for encoded in recent}
 
     def digest(self, replica: str) -> Digest | None:
         """What a replica could replay; None if that is not known."""
-        encoded = self._recent().get(replica)
-        return None if encoded is None else encoded.digest
-
-    def _recent(self) -> dict[str, Encoded]:
-        oldest = time.monotonic() - FORGET_AFTER_S
-        return {name: encoded for name, (heard, encoded) in self._last.items() if heard > oldest}
+        if replica not in self._last:
+            return None
+        heard, encoded = self._last[replica]
+        return encoded.digest if heard > time.monotonic() - FORGET_AFTER_S else None

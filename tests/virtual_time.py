@@ -3,11 +3,13 @@
 An H200 with Qwen3-VL-32B's tower, fused, FlashAttention 4. In milliseconds:
 
 * the device needs 0.3 + 1.8e-3 per patch + 3e-7 per squared patch of each image, and 5e-4 for each
-  (segment, tile of 128 rows up to `max_seqlen`) that has no rows: those of a budget's empty slots;
+  (segment, tile of 128 rows up to `max_seqlen`) that has no rows: those of a budget's empty
+  segments;
 * a replay takes that and 0.3 more: 2.8 for 1 024 patches, 9.2 for 4 x 1 024, 17.9 for 8 x 1 024,
   where 2.9, 8.9 and 17.9 were measured;
 * eager takes as long as the device, and never less than the 12 that launching takes;
-* a capture takes 50, in pauses, and once in 10 s without one, as `Engine` does it.
+* a step of idle work, of which a graph needs several, takes 50, in pauses, and once in 10 s without
+  one, as `Engine` does it.
 
 Two batches at most are on the encoder: one runs, one waits for it. A batch is formed by the digest
 that came with the last batch that had ended.

@@ -303,6 +303,19 @@ def test_a_rebuild_captures_anew_what_was_hot_and_what_was_due() -> None:
     assert rig.runner.stats().rebuilds == 1
 
 
+def test_a_rebuild_captures_anew_what_was_on_trial() -> None:
+    rig = Rig()
+    call = rig.call((2, 3))
+    assert rig.exact(call)
+    rig.runner.idle()
+    assert rig.runner.stats().on_trial == 1
+
+    rig.runner.rebuild()
+    rig.settle()
+
+    assert rig.hits(call) == 1
+
+
 def test_a_killed_capture_is_survived_and_tried_once_more() -> None:
     rig = Rig()
     before, killed = rig.call((1, 1)), rig.call((2, 3))
