@@ -265,7 +265,7 @@ def replay(bench: Bench, count: int) -> dict[str, Any]:
     settle(runner)
     maker = GraphMaker(bench.forward, GraphSettings(), CudaRecorder(bench.device))
     with runner.on_stream(), maker.recorder.on_stream():
-        captured = maker.make(maker.planner.exact_plan(call), call).captured
+        captured = maker.record(maker.planner.exact_plan(call), call)
         wall = milliseconds(captured.graph.replay, bench.device, repeats=30)
         eager = milliseconds(lambda: bench.forward.eager(patches, call), bench.device)
         whole = milliseconds(lambda: runner.run(patches, call), bench.device)

@@ -10,7 +10,7 @@ heads, or with heads further apart in memory, without the time that such a copy 
 Every figure is the time of one call inside a graph of many calls, so launches cost nothing. The
 last line of stdout is one JSON document.
 
-usage: python benchmarks/bench_kernels.py [--write NAME]
+usage: PYTHONPATH=. python benchmarks/bench_kernels.py [--only block,products] [--write NAME]
 """
 
 import argparse
@@ -338,6 +338,7 @@ def main() -> None:
     """Measure, write the results if asked to, print one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="results file without suffix: .md and .json")
+    parser.add_argument("--only", help="some of the sections, with commas between them")
     options = parser.parse_args()
     torch.manual_seed(0)
     side = 8192
@@ -347,20 +348,22 @@ def main() -> None:
     about["one large product"] = f"{peak / 1e12:.0f} TFLOP/s"
     speed = BYTES_PER_SECOND[torch.cuda.get_device_name()]
     about["memory"] = f"{speed / 1e12} TB/s"
-    sections = {
-        "A block of the tower, us": block(),
-        "Memory-bound steps, us": memory_bound(speed),
-        "The same by number of warps, us": launch_sweep(),
-        "GELU behind its product, us": gelus(),
-        "Products, us": products(peak),
-        "Attention, 16 heads of 72, us": attentions(),
+    sections: dict[str, tuple[str, Callable[[], tuple[list[str], Table]]]] = {
+        "block": ("A block of the tower, us", block),
+        "memory": ("Memory-bound steps, us", partial(memory_bound, speed)),
+        "warps": ("The same by number of warps, us", launch_sweep),
+        "gelu": ("GELU behind its product, us", gelus),
+        "products": ("Products, us", partial(products, peak)),
+        "attention": ("Attention, 16 heads of 72, us", attentions),
     }
+    wanted = options.only.split(",") if options.only else sections
+    measured = {sections[name][0]: sections[name][1]() for name in wanted}
     lines = [f"# Parts of a tower on {about['hardware']}", ""]
     lines += [f"* {key}: {value}" for key, value in about.items()]
-    for title, (head, rows) in sections.items():
+    for title, (head, rows) in measured.items():
         lines += ["", f"## {title}", "", *table(*head, rows=rows)]
     text = "\n".join(lines) + "\n"
-    document = json.dumps(about | {title: [h, *rows] for title, (h, rows) in sections.items()})
+    document = json.dumps(about | {title: [h, *rows] for title, (h, rows) in measured.items()})
     if options.write:
         options.write.with_suffix(".md").write_text(text)
         options.write.with_suffix(".json").write_text(document + "\n")

@@ -7,12 +7,14 @@ Three cases on the tower of Qwen3-VL-32B with random weights, bf16, pooled outpu
   host. Between batches there is a pause, in which the runner may take four steps.
 * `invariant`: 2 000 random batches of images above the verified floor; each image's bits beside
   those of the image alone.
+* `cost`: batches of the `web` trace through a runner that promises `invariant` and through one that
+  promises `exact`, by turns.
 * `cold`: a runner that starts with a saved profile beside the one that wrote it.
 
 The last line of stdout is one JSON document.
 
 usage: PYTHONPATH=. python benchmarks/bench_traffic.py [--attention auto] [--batches 1000]
-       [--write NAME]
+       [--only CASE,CASE] [--write NAME]
 """
 
 import argparse
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
-from encoders.packing import Call, GridTHW, PackedLayout
+from encoders.packing import Call, GridTHW, PackedLayout, num_patches
 from encoders.sizes import grid_thw
 from encoders.transfer import same_bits
 from tests.traces import CONFIG, SIZES
@@ -138,7 +140,8 @@ def invariant(bench: Bench, batches: int) -> dict[str, Any]:
     runner = ready(bench, precision="invariant")
     found_in = time.perf_counter() - started
     floor = runner.stats().invariant_from
-    assert floor is not None
+    if floor is None:
+        return {"case": "invariant", "verified_floor_patches": None}
     chance, pool = random.Random("invariant"), list[tuple[GridTHW, Tensor, Tensor]]()
     while len(pool) < POOL:
         call = batch("web", chance, most=1)
@@ -174,6 +177,34 @@ def invariant(bench: Bench, batches: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
+def cost(bench: Bench, batches: int) -> dict[str, Any]:
+    """Times of the same batches by what is promised of bits."""
+    promises = ("exact", "invariant")
+    runners = {promise: ready(bench, precision=promise) for promise in promises}
+    floor = runners["invariant"].stats().invariant_from
+    chance, below, images = random.Random("cost"), 0, 0
+    times: dict[str, list[tuple[float, float]]] = {promise: [] for promise in promises}
+    for _ in range(batches):
+        call = batch("web", chance)
+        patches = bench.some_patches(call)
+        for promise in chance.sample(promises, 2):
+            with runners[promise].on_stream():
+                times[promise].append(timed(partial(runners[promise].run, patches, call)))
+            pause(runners[promise])
+        images += call.layout.num_images
+        below += sum(num_patches(grid) < (floor or 0) for grid in call.layout.grid_thw)
+    return {
+        "case": "cost",
+        "batches": batches,
+        "images": images,
+        "images_below_the_floor": below,
+        "wall_ms_per_image": [round(sum(w for w, _ in times[p]) / images, 3) for p in promises],
+        "device_ms_per_image": [round(sum(d for _, d in times[p]) / images, 3) for p in promises],
+        "order": ", ".join(promises),
+    }
+
+
+@torch.inference_mode()
 def cold(bench: Bench) -> dict[str, Any]:
     """The share of replays in a hundred batches, warm and with nothing but the profile."""
     settings = {"graph_mode": "budget", "admission": "gain", "max_patches": 16_384}
@@ -182,7 +213,7 @@ def cold(bench: Bench) -> dict[str, Any]:
     warm = bench.runner(**settings)
     feed(bench, warm, calls[:400])
     with tempfile.TemporaryDirectory() as folder:
-        profile = GraphProfile(Path(folder) / "hot.json", 0)
+        profile = GraphProfile(Path(folder) / "hot.json", CONFIG, bench.forward.tower.num_prefix)
         profile.write(warm.hottest())
         other = bench.runner(**settings)
         start = time.perf_counter()
@@ -221,16 +252,19 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--batches", type=int, default=1000)
     parser.add_argument("--write", type=Path, help="results file without suffix: .md and .json")
+    parser.add_argument("--only", help="some of the cases, with commas between them")
     options = parser.parse_args()
     bench, rows = Bench(options.attention), list[dict[str, Any]]()
-    for case in (
-        lambda: trace(bench, "app", options.batches),
-        lambda: trace(bench, "web", options.batches),
-        lambda: invariant(bench, 2 * options.batches),
-        lambda: cold(bench),
-    ):
+    cases: dict[str, Callable[[], dict[str, Any]]] = {
+        "app": lambda: trace(bench, "app", options.batches),
+        "web": lambda: trace(bench, "web", options.batches),
+        "invariant": lambda: invariant(bench, 2 * options.batches),
+        "cost": lambda: cost(bench, options.batches),
+        "cold": lambda: cold(bench),
+    }
+    for name in options.only.split(",") if options.only else cases:
         random.seed(0)
-        rows.append(case())
+        rows.append(cases[name]())
         sys.stderr.write(f"{json.dumps(rows[-1])}\n")
     about = conditions(bench.device, "qwen3-vl", bench.forward.backend.name)
     publish(about | {"rows": rows}, markdown(about, rows), options.write)

@@ -70,8 +70,11 @@ class Arena:
         torch.nan_to_num_(place.patches_PC).neg_()
 
     def fill(self, place: Place, patches_PC: Tensor, layout: PackedLayout) -> None:
-        """Put a batch of that place's key where its graph reads it. Padding stays what it was."""
+        """Put a batch of that place's key where its graph reads it, and zeros in its padding."""
         refill(place.patches_PC[: len(patches_PC)], patches_PC)
+        # Some attention kernels load rows past an image's end, and weigh them by zero: a NaN that
+        # an earlier batch left there would become the image's.
+        place.patches_PC[len(patches_PC) :].zero_()
         self.fill_layout(place, layout)
 
     def fill_layout(self, place: Place, layout: PackedLayout) -> None:
