@@ -42,6 +42,7 @@ WIDTH, HIDDEN, HEADS, SIZE, MERGED, OUT = 1152, 4304, 16, 72, 4608, 5120
 BYTES_PER_SECOND = {"NVIDIA H200": 4.8e12, "AMD Instinct MI355X": 8e12}
 HEIGHTS = (1024, 4096, 16384)
 SETS = 4
+SIDE = 128
 BLOCKS = 4
 LAYOUTS = {
     "1x1024": (1024,),
@@ -75,6 +76,12 @@ def microseconds(calls: Sequence[Call], rounds: int = 5) -> float:
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e6 / rounds / len(calls))
     return statistics.median(times[1:])
+
+
+def turns(rows: int) -> tuple[Tensor, Tensor]:
+    """Places of rows in their images, and a table of turns."""
+    place = torch.randint(0, SIDE, (rows, 2), dtype=torch.int32, device=CUDA)
+    return place, torch.rand(SIDE, 2, SIZE // 4, device=CUDA)
 
 
 def randn(*shape: int) -> Tensor:
@@ -113,7 +120,7 @@ def steps(rows: int) -> dict[str, Step]:
     merger_norm = nn.LayerNorm(MERGED, eps=1e-6).to(CUDA, BF16)
     table_GD, scale = randn(2304, WIDTH), randn(WIDTH)
     cell = torch.randint(0, 2304, (rows, 4), device=CUDA, dtype=torch.int32)
-    share, turn = torch.rand(rows, 4, device=CUDA), torch.rand(rows, SIZE, device=CUDA) / 2
+    share, turning = torch.rand(rows, 4, device=CUDA), turns(rows)
     plane = 2 * rows * WIDTH
     flat, qkv, mlp = (rows, WIDTH), (rows, 3, HEADS, SIZE), (rows, HIDDEN)
     add = kernels.add_layer_norm
@@ -126,9 +133,7 @@ def steps(rows: int) -> dict[str, Step]:
         "norm of merged patches": Step(
             lambda x: kernels.layer_norm(x, merger_norm), ((rows // 4, MERGED),), 2 * plane
         ),
-        "rotation": Step(
-            lambda x: kernels.rotate_(x, turn, turn), (qkv,), 4 * plane + 8 * rows * SIZE
-        ),
+        "rotation": Step(lambda x: kernels.rotate_(x, *turning), (qkv,), 4 * plane + 8 * rows),
         # An identity for the product, which so costs nothing.
         "exact GELU": Step(
             lambda x: kernels.linear_gelu(x, nn.Identity(), "none"), (mlp,), 4 * rows * HIDDEN
@@ -321,14 +326,14 @@ def block() -> tuple[list[str], Table]:
 def block_in_a_row(images: int, module: Callable[..., Any]) -> Call:
     """A few calls of a block, each with the norm of the next."""
     cu_seqlens = torch.arange(images + 1, dtype=torch.int32, device=CUDA) * 1024
-    turn = torch.rand(images * 1024, SIZE, device=CUDA) / 2
+    turning = turns(images * 1024)
     first = randn(images * 1024, WIDTH)
     then = nn.LayerNorm(WIDTH, eps=1e-6).to(CUDA, BF16)
 
     def run() -> None:
         x, y = first, kernels.layer_norm(first, then)
         for _ in range(BLOCKS):
-            x, y = module(x, y, then, [cu_seqlens, 1024], rotary=(turn, turn))
+            x, y = module(x, y, then, [cu_seqlens, 1024], rotary=turning)
 
     return run
 

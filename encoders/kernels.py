@@ -5,7 +5,7 @@ the fused kernels (`encoders.triton_kernels`) round at the same places, to the t
 compute in fp32 between. `fused` alone decides which of the two runs.
 
 Shapes: T = packed rows, D = model width, H = heads, K = head width, F = MLP width, Q = taps of a
-position, G = cells of a table of positions.
+position, G = cells of a table of positions, S = places along a side, Q = K / 4 where heads turn.
 """
 
 import importlib.util
@@ -63,20 +63,24 @@ def plain_add_layer_norm(
     return x_TD, norm(x_TD)
 
 
-def rotate_(qkv_T3HK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> None:
+def rotate_(qkv_T3HK: Tensor, place_T2: Tensor, turn_S2Q: Tensor) -> None:
     """Rotate the two halves of each head of q and k against each other, in place.
 
-    In fp32, rounded once. The sines of a head's first half are negated: no negation is left to do.
+    Row t's channels turn by what the table holds at its row and column in the image, `place_T2`:
+    Q channels of a half by the first, Q by the second. In fp32, rounded once. The table [S, 2, Q]
+    holds cosines, then sines; places have to be below S.
     """
     if fused(qkv_T3HK):
-        _launchers().rotate_(qkv_T3HK, cos_TK, sin_TK)
+        _launchers().rotate_(qkv_T3HK, place_T2, turn_S2Q)
     else:
-        plain_rotate_(qkv_T3HK, cos_TK, sin_TK)
+        plain_rotate_(qkv_T3HK, place_T2, turn_S2Q)
 
 
-def plain_rotate_(qkv_T3HK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> None:
+def plain_rotate_(qkv_T3HK: Tensor, place_T2: Tensor, turn_S2Q: Tensor) -> None:
     """The twin: queries and keys in one go."""
     x_T2HK = qkv_T3HK[:, :2]
+    cos, sin = (turn_S2Q[:, i][place_T2].flatten(1) for i in range(2))  # of half a head
+    cos_TK, sin_TK = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
     swapped_T2HK = x_T2HK.roll(x_T2HK.shape[-1] // 2, dims=-1)
     cos_T11K, sin_T11K = cos_TK[:, None, None], sin_TK[:, None, None]
     x_T2HK.copy_(torch.addcmul(x_T2HK * cos_T11K, swapped_T2HK, sin_T11K))

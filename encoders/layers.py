@@ -15,7 +15,8 @@ from encoders.attention import Attention, AttentionLayout
 from encoders.kernels import add_layer_norm, add_positions, layer_norm, linear_gelu, rotate_
 
 Rotary = tuple[Tensor, Tensor]
-"""fp32 cosines and signed sines [T, K] of each row's rotation. See `encoders.kernels.rotate_`."""
+"""Row and column of each row's patch, int32 [T, 2], and the fp32 table [S, 2, Q] of turns by place.
+See `encoders.kernels.rotate_`."""
 
 
 class PackedAttention(nn.Module):

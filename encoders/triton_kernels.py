@@ -59,7 +59,7 @@ def _add_layer_norm(
 
 @triton.jit
 def _rotate(
-    qkv, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr,
+    qkv, place, turns, HEADS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -67,19 +67,20 @@ def _rotate(
     column = tl.arange(0, BLOCK_HALF)[None, :]
     # A row holds the heads of q, then those of k, then those of v, which are left alone.
     inside = (head < 2 * HEADS) & (column < HALF)
-    place = qkv + row * (6 * HEADS * HALF) + head * (2 * HALF) + column
-    turn = row * (2 * HALF) + column
-    turns = column < HALF
-    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    cos_first = tl.load(cos + turn, mask=turns, other=0.0)
-    cos_second = tl.load(cos + turn + HALF, mask=turns, other=0.0)
-    sin_first = tl.load(sin + turn, mask=turns, other=0.0)
-    sin_second = tl.load(sin + turn + HALF, mask=turns, other=0.0)
-    turned_first = first * cos_first + second * sin_first
-    turned_second = second * cos_second + first * sin_second
-    tl.store(place, turned_first.to(qkv.dtype.element_ty), mask=inside)
-    tl.store(place + HALF, turned_second.to(qkv.dtype.element_ty), mask=inside)
+    here = qkv + row * (6 * HEADS * HALF) + head * (2 * HALF) + column
+    # The first half of a half turns by the patch's row, the second by its column. Loaded as a
+    # vector, one for each channel: AMD's scalar loads may read what a copy just replaced.
+    turned = column < HALF
+    side = tl.load(place + row * 2 + column // (HALF // 2), mask=turned, other=0)
+    turn = turns + side.to(tl.int64) * HALF + column % (HALF // 2)
+    cos = tl.load(turn, mask=turned, other=0.0)
+    sin = tl.load(turn + HALF // 2, mask=turned, other=0.0)
+    first = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
+    turned_first = first * cos + second * -sin
+    turned_second = second * cos + first * sin
+    tl.store(here, turned_first.to(qkv.dtype.element_ty), mask=inside)
+    tl.store(here + HALF, turned_second.to(qkv.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -138,7 +139,7 @@ def add_layer_norm(
     return sum_TD, y_TD
 
 
-def rotate_(qkv_T3HK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> None:
+def rotate_(qkv_T3HK: Tensor, place_T2: Tensor, turn_S2Q: Tensor) -> None:
     """Launch: turn q and k of a packed qkv where they lie."""
     assert qkv_T3HK is _aligned(qkv_T3HK), "the rotation is in place, a copy would be lost"
     rows, _, heads, size = qkv_T3HK.shape
@@ -146,7 +147,7 @@ def rotate_(qkv_T3HK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> None:
     constants = {"HEADS": heads, "HALF": size // 2}
     constants |= {"BLOCK_HEADS": block_heads, "BLOCK_HALF": block_half}
     constants |= {"num_warps": _warps(block_heads * block_half)}
-    _launch(_rotate, rows, qkv_T3HK, _aligned(cos_TK), _aligned(sin_TK), **constants)
+    _launch(_rotate, rows, qkv_T3HK, _aligned(place_T2), _aligned(turn_S2Q), **constants)
 
 
 def gelu(x_TF: Tensor, *, tanh: bool) -> Tensor:

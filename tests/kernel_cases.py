@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 NAN_ROW = 1
+SIDE = 128
+"""Places along a side, of a table of turns."""
 
 
 def near(dtype: torch.dtype) -> dict[str, Any]:
@@ -32,11 +34,11 @@ def norm_of(width: int, dtype: torch.dtype, device: str = "cpu") -> nn.LayerNorm
 
 
 def turns(rows: int, size: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines [T, K] in which no two channels of a head turn alike."""
-    angles = random(rows, size, dtype=torch.float32, seed=3)
-    sines = angles.sin()
-    sines[:, : size // 2] *= -1
-    return angles.cos().to(device), sines.to(device)
+    """Places [T, 2] and a table [S, 2, Q] in which no two of them turn alike."""
+    generator = torch.Generator().manual_seed(6)
+    place_T2 = torch.randint(0, SIDE, (rows, 2), generator=generator, dtype=torch.int32)
+    angles = random(SIDE, size // 4, dtype=torch.float32, seed=3)
+    return place_T2.to(device), torch.stack([angles.cos(), angles.sin()], 1).to(device)
 
 
 def taps(rows: int, cells: int, count: int, device: str = "cpu") -> tuple[Tensor, Tensor]:

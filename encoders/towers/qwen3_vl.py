@@ -24,9 +24,10 @@ from encoders.layers import (
     run_blocks,
 )
 from encoders.packing import Output, PackedLayout, num_patches
-from encoders.towers.qwen3_vl_tables import block_tables, rotations
+from encoders.towers.qwen3_vl_tables import block_tables, turns
 
 EPS = 1e-6  # of every LayerNorm; the checkpoints do not say
+LONGEST_SIDE = 65536  # in patches: the padding of a graph may be one strip of nearly all its rows
 
 
 class AxialRope(BaseModel, frozen=True, extra="forbid"):
@@ -85,9 +86,8 @@ class Qwen3VLInputs(NamedTuple):
     cell_P4: Tensor
     weight_P4: Tensor
     """int32 and float32: the 4 cells of the trained grid around each patch, bilinear weights."""
-    cos_PK: Tensor
-    sin_PK: Tensor
-    """float32: how each patch's queries and keys turn."""
+    place_P2: Tensor
+    """int32: row and column of each patch, by which its queries and keys turn."""
     bounds_N: Tensor
     """int64 [N + 1]: boundaries of the images in merged rows, for pooling."""
 
@@ -117,6 +117,7 @@ class Qwen3VL(nn.Module):
         # The released convolution's stride is its kernel: it is a product with each flat patch.
         self.patch_embed = nn.Linear(3 * self.frames * self.patch_size**2, width)
         self.positions = Positions(config.num_position_embeddings, width)
+        self._turn_S2Q: Tensor | None = None
         self.blocks = nn.ModuleList(
             Block(
                 PackedAttention(width, config.num_heads, qkv_bias=True, attention=attention),
@@ -175,7 +176,7 @@ class Qwen3VL(nn.Module):
             x_PD,
             self.merger.norm,
             layout,
-            rotary=(inputs.cos_PK, inputs.sin_PK),
+            rotary=(inputs.place_P2, self._turns_on(patches_PC.device)),
             taps=zip(wanted, self.deepstack, strict=False),
         )
         merged_RO = self.merger.project(y_PD)
@@ -197,14 +198,24 @@ class Qwen3VL(nn.Module):
             for grid in layout.grid_thw
         ]
         place_P2, cell_P4, weight_P4 = map(np.concatenate, zip(*tables, strict=True))
-        turns_2PK = rotations(
-            place_P2,
-            head_size=config.hidden_size // config.num_heads,
-            theta=config.rope_parameters.rope_theta,
-        )
+        if (longest := place_P2.max(initial=0)) >= LONGEST_SIDE:  # a kernel would read past the end
+            raise ValueError(f"a side of {longest + 1} patches, the most is {LONGEST_SIDE}")
         bounds_N = np.array(layout.cu_seqlens, np.int64) // self.merge_size**2
-        arrays = (cell_P4, weight_P4, *turns_2PK, bounds_N)
+        arrays = (cell_P4, weight_P4, place_P2, bounds_N)
         return Qwen3VLInputs(*map(torch.from_numpy, arrays))
+
+    def _turns_on(self, device: torch.device) -> Tensor:
+        # No buffer: `.to(dtype)` would round it, and weights come to a tower without memory. The
+        # first forward makes it, and that is never under capture.
+        if self._turn_S2Q is None or self._turn_S2Q.device != device:
+            config = self.config
+            table = turns(
+                LONGEST_SIDE,
+                head_size=config.hidden_size // config.num_heads,
+                theta=config.rope_parameters.rope_theta,
+            )
+            self._turn_S2Q = torch.from_numpy(table).to(device)
+        return self._turn_S2Q
 
     def wanted(self, name: str) -> bool:
         """Whether a checkpoint's tensor is the tower's, not the language model's."""

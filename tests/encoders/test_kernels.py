@@ -137,15 +137,15 @@ def test_a_row_that_is_not_finite_keeps_to_itself(launchers: ModuleType, where: 
 
 
 def test_views_into_a_slab_give_the_results_of_tensors_of_their_own(launchers: ModuleType) -> None:
-    norm, (cos, sin) = norm_of(72, torch.float32), turns(5, 72)
-    slab = torch.empty(5 * 72 + 1)
-    slab_cos = slab[1:].view(5, 72).copy_(cos)  # begins 4 bytes after a multiple of 16
+    norm, (place, table) = norm_of(72, torch.float32), turns(5, 72)
+    slab = torch.empty(table.numel() + 1)
+    slab_table = slab[1:].view_as(table).copy_(table)  # begins 4 bytes after a multiple of 16
     wide = random(5, 144, dtype=torch.float32)
     qkv = random(5, 3, 2, 72, dtype=torch.float32)
     expected = qkv.clone()
-    launchers.rotate_(expected, cos, sin)
+    launchers.rotate_(expected, place, table)
 
-    launchers.rotate_(qkv, slab_cos, sin)
+    launchers.rotate_(qkv, place, slab_table)
     strided = launchers.add_layer_norm(
         wide[:, ::2], wide[:, 1::2], None, norm.weight, norm.bias, norm.eps
     )

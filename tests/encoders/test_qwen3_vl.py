@@ -30,6 +30,7 @@ from encoders.packing import GridTHW, PackedBatch, PackedLayout, Pixels
 from encoders.preprocess import Preprocessor
 from encoders.towers import Output
 from encoders.towers.qwen3_vl import Qwen3VL
+from encoders.towers.qwen3_vl_tables import turns
 from encoders.weights import INDEX_FILE, load_into, read_model_config, read_tensors
 
 TOLERANCE = {"atol": 2e-5, "rtol": 0.0}
@@ -331,10 +332,15 @@ def test_inputs_are_those_of_transformers(pair: Pair, sides: list[tuple[int, int
 
     assert torch.equal(inputs.cell_P4.long(), cells)
     assert torch.equal(inputs.weight_P4, weights)
-    torch.testing.assert_close(inputs.cos_PK, cos, atol=5e-6, rtol=0)
-    half = sin.shape[1] // 2  # whose sines are negated: see `encoders.layers.Rotary`
-    signed = torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
-    torch.testing.assert_close(inputs.sin_PK, signed, atol=5e-6, rtol=0)
+    size = cos.shape[1]
+    table = turns(
+        int(inputs.place_P2.max()) + 1,
+        head_size=size,
+        theta=pair.tower.config.rope_parameters.rope_theta,
+    )
+    half_turns = torch.from_numpy(table)[inputs.place_P2].transpose(1, 2).flatten(2)  # [P, 2, K/2]
+    for ours, theirs in zip(half_turns.unbind(1), (cos, sin), strict=True):
+        torch.testing.assert_close(ours.repeat(1, 2), theirs, atol=5e-6, rtol=0)
 
 
 def test_inputs_lie_on_the_host_as_fp32_or_integers(pair: Pair) -> None:
@@ -345,8 +351,7 @@ def test_inputs_lie_on_the_host_as_fp32_or_integers(pair: Pair) -> None:
     assert dtypes == {
         "cell_P4": torch.int32,
         "weight_P4": torch.float32,
-        "cos_PK": torch.float32,
-        "sin_PK": torch.float32,
+        "place_P2": torch.int32,
         "bounds_N": torch.int64,
     }
     assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in inputs)

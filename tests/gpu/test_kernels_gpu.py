@@ -119,13 +119,13 @@ def test_positions_are_a_weighted_bag_of_cells(width: int, count: int, dtype: to
 def test_a_row_that_is_not_finite_keeps_to_itself() -> None:
     norm = norm_of(WIDTH, BF16, "cuda")
     x, branch = on_gpu(100, WIDTH), on_gpu(100, WIDTH, seed=1)
-    qkv, cos_sin = on_gpu(100, 3, HEADS, SIZE), turns(100, SIZE, "cuda")
+    qkv, turning = on_gpu(100, 3, HEADS, SIZE), turns(100, SIZE, "cuda")
     spoilt_qkv = spoilt(qkv.flatten(1)).view_as(qkv)
     clean = kernels.add_layer_norm(x, branch, norm)
-    kernels.rotate_(qkv, *cos_sin)
+    kernels.rotate_(qkv, *turning)
 
     dirty = kernels.add_layer_norm(spoilt(x), branch, norm)
-    kernels.rotate_(spoilt_qkv, *cos_sin)
+    kernels.rotate_(spoilt_qkv, *turning)
 
     for out, expected in zip((*dirty, spoilt_qkv), (*clean, qkv), strict=True):
         assert torch.equal(bits(others(out)), bits(others(expected)))
@@ -137,12 +137,12 @@ def steps() -> dict[str, Step]:
     norm, linear = norm_of(WIDTH, BF16, "cuda"), nn.Linear(WIDTH, 4304).to("cuda", BF16)
     most = HEIGHTS[-1]
     table, x, branch = on_gpu(CELLS, WIDTH), on_gpu(most, WIDTH), on_gpu(most, WIDTH, seed=1)
-    qkv, (cos, sin) = on_gpu(most, 3, HEADS, SIZE), turns(most, SIZE, "cuda")
+    qkv, (place, table_of_turns) = on_gpu(most, 3, HEADS, SIZE), turns(most, SIZE, "cuda")
     cell, share = taps(most, CELLS, 4, "cuda")
 
     def rotate(rows: int) -> tuple[Tensor, ...]:
         turned = qkv[:rows].clone()
-        kernels.rotate_(turned, cos[:rows], sin[:rows])
+        kernels.rotate_(turned, place[:rows], table_of_turns)
         return (turned,)
 
     return {
@@ -200,9 +200,9 @@ def test_a_replay_gives_the_bits_of_eager_for_other_values() -> None:
     ]
     norm = norm_of(WIDTH, BF16, "cuda")
 
-    def forward(x: Tensor, branch: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(x: Tensor, branch: Tensor, qkv: Tensor, *turns: Tensor) -> Tensor:
         turned = qkv.clone()
-        kernels.rotate_(turned, cos, sin)
+        kernels.rotate_(turned, *turns)
         x, y = kernels.add_layer_norm(x, branch, norm)
         return torch.cat([x, kernels.layer_norm(y, norm), turned.flatten(1)], dim=1)
 
@@ -227,10 +227,10 @@ def test_a_replay_gives_the_bits_of_eager_for_other_values() -> None:
 
 def test_a_launch_waits_for_nothing() -> None:
     norm, x = norm_of(WIDTH, BF16, "cuda"), on_gpu(100, WIDTH)
-    qkv, cos_sin = on_gpu(100, 3, HEADS, SIZE), turns(100, SIZE, "cuda")
+    qkv, turning = on_gpu(100, 3, HEADS, SIZE), turns(100, SIZE, "cuda")
     kernels.add_layer_norm(x, x, norm)
-    kernels.rotate_(qkv, *cos_sin)
+    kernels.rotate_(qkv, *turning)
 
     with no_sync():
         kernels.add_layer_norm(x, x, norm)
-        kernels.rotate_(qkv, *cos_sin)
+        kernels.rotate_(qkv, *turning)
