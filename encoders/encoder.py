@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from encoders.config import EncoderConfig
-from encoders.forward import Forward
+from encoders.forward import Forward, Results
 from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
 from encoders.packing import Call, Output, PackedBatch
@@ -55,7 +55,6 @@ class Encoder:
         logger.info("%s on %s in %s, attention %s", config.name, device, config.dtype, chosen)
         return cls(config, forward)
 
-    @torch.inference_mode()
     def encode(
         self, batch: PackedBatch, output: Output = "pooled", dtype: OutputDtype = "float32"
     ) -> list[Tensor]:
@@ -63,23 +62,33 @@ class Encoder:
 
         `pooled` is [dimensions], of unit length if so configured; `patch` is [rows, width].
         """
+        return self.start(batch, output, dtype).wait()
+
+    @torch.inference_mode()
+    def start(
+        self, batch: PackedBatch, output: Output = "pooled", dtype: OutputDtype = "float32"
+    ) -> Results:
+        """`encode` that does not wait for a GPU: the next batch may be started behind it."""
         with self.graphs.on_stream():
+            begin = Results.begin(self._device)
             rows = self.forward(batch, output)
             if output == "pooled" and self.config.normalize:
                 rows = F.normalize(rows, dim=-1)  # fp32: pooling widened them
-            packed = rows.to(DTYPES[dtype]).cpu()  # the batch's one wait for the device
-        if output == "pooled":
-            results = list(packed)
-        else:
-            results = list(torch.split(packed, list(self._tower.row_counts(batch.layout))))
-        arrived = sorted(zip(batch.layout.order, results, strict=True), key=lambda pair: pair[0])
-        return [result for _, result in arrived]
+            counts = None if output == "pooled" else self._tower.row_counts(batch.layout)
+            return Results(rows.to(DTYPES[dtype]), counts, batch.layout.order, begin)
 
     @torch.inference_mode()
-    def forward(self, batch: PackedBatch, output: Output) -> Tensor:
-        """The tower's rows on the device, in packed order. Waits for nothing."""
+    def forward(self, batch: PackedBatch, output: Output, pixels: Tensor | None = None) -> Tensor:
+        """The tower's rows on the device, in packed order. Waits for nothing.
+
+        `pixels`: the batch's own where they are on the device already.
+        """
         with self.graphs.on_stream():
-            return self.graphs.run(self._patches(batch), Call(batch.layout, output))
+            return self.graphs.run(self._patches(batch, pixels), Call(batch.layout, output))
+
+    def upload(self, batch: PackedBatch) -> Tensor:
+        """The batch's pixels on the device, in memory that belongs to the caller."""
+        return torch.from_numpy(batch.pixels.copy()).to(self._device)
 
     def idle(self, *, may_rebuild: bool = True) -> bool:
         """Take one step of what no batch should wait for; whether there is another to take.
@@ -92,14 +101,10 @@ class Encoder:
             self._profile.write(self.graphs.hottest())
         return more
 
-    def _patches(self, batch: PackedBatch) -> Tensor:
-        # Ray hands over read-only, pageable memory; this copy is torch's own, and pinned.
-        pixels = torch.empty(
-            batch.pixels.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-        )
-        pixels.numpy()[:] = batch.pixels
+    def _patches(self, batch: PackedBatch, pixels: Tensor | None) -> Tensor:
+        if pixels is None:
+            with self._preprocess.staging.on_device(batch.pixels) as pixels:
+                return self._patches(batch, pixels)
         side = self.config.patch_size
         targets = [(rows * side, columns * side) for _, rows, columns in batch.layout.grid_thw]
-        return self._preprocess(
-            pixels.to(self._device, non_blocking=True), batch.sizes, targets
-        ).to(self._dtype)
+        return self._preprocess(pixels, batch.sizes, targets).to(self._dtype)

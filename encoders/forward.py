@@ -1,7 +1,9 @@
-"""A tower's forward, eager: what a layout needs is made on the host and uploaded.
+"""A tower's forward, eager: what a layout needs is made on the host, and rows come back to it.
 
 Shapes: P = patches, C = values of a patch, R = rows of a result, D = their width.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from encoders.attention import AttentionLayout, Backend
 from encoders.packing import Call, PackedLayout
 from encoders.towers import Tower
-from encoders.transfer import upload
+from encoders.transfer import Moment, download, upload
 
 
 class Forward:
@@ -35,3 +37,33 @@ class Forward:
         if self.backend.boundaries == "device":
             cu_seqlens = upload(cu_seqlens, self.device)
         return [cu_seqlens, layout.max_seqlen]
+
+
+class Results:
+    """A batch's rows on their way to the host. Any thread may wait for them."""
+
+    def __init__(
+        self, packed: Tensor, row_counts: Sequence[int] | None, order: Sequence[int], begin: Moment
+    ) -> None:
+        self._packed = download(packed)
+        self._row_counts = row_counts
+        self._order = order
+        self._begin, self._end = begin, Moment(packed.device)
+
+    @staticmethod
+    def begin(device: torch.device) -> Moment:
+        """Before a batch's first work on the current stream."""
+        return Moment(device)
+
+    def wait(self) -> list[Tensor]:
+        """One host tensor per image, in order of arrival, in memory that belongs to the caller."""
+        self._end.wait()
+        counts = self._row_counts
+        results = list(self._packed if counts is None else torch.split(self._packed, list(counts)))
+        arrived = sorted(zip(self._order, results, strict=True), key=lambda pair: pair[0])
+        return [result for _, result in arrived]
+
+    @property
+    def milliseconds(self) -> float:
+        """From the first that the device did of the batch to its last. After `wait`."""
+        return self._end.milliseconds_since(self._begin)

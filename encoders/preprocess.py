@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from encoders.staging import Staging
+
 
 def resize(image_HW3: Tensor, height: int, width: int) -> Tensor:
     """Antialiased bicubic, uint8 [H, W, 3] -> float32 [3, height, width] of whole values 0-255.
@@ -69,6 +71,8 @@ class Preprocessor:
         merge_size: int = 1,
         frames: int = 1,
     ) -> None:
+        self.staging = Staging(device)
+        """Where the pixels of a batch come from."""
         self._mean_311 = torch.tensor(mean, device=device).reshape(3, 1, 1)
         self._std_311 = torch.tensor(std, device=device).reshape(3, 1, 1)
         self._patchify = partial(

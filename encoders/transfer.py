@@ -1,4 +1,6 @@
-"""Host tensors to the device, without a wait for it."""
+"""Host tensors to the device and back, without a wait for it."""
+
+import time
 
 import torch
 from torch import Tensor
@@ -41,3 +43,36 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def as_integers(tensor: Tensor) -> Tensor:
     """The same memory as whole numbers, so that every bit counts: those of NaN and -0 too."""
     return tensor.view(INTEGERS[tensor.element_size()])
+
+
+class Moment:
+    """A point in what the current stream does, or of the clock where there is no device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._seconds = time.perf_counter()
+        if device.type == "cuda":
+            # A waiting thread sleeps: else it would take a core from those that decode.
+            event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._event = event
+
+    def wait(self) -> None:
+        """Until it has come."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def milliseconds_since(self, earlier: "Moment") -> float:
+        """Between two that have come."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event)
+        return (self._seconds - earlier._seconds) * 1e3
+
+
+def download(tensor: Tensor) -> Tensor:
+    """Its copy on the host, in memory of its own; from a GPU it is under way when this returns."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    # torch keeps pinned memory that is dropped, and gives it away again: none is allocated anew.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The one thread that may touch a device, and the Encoder that lives on it."""
+"""The one thread that works on a device, the Encoder that lives on it, and who waits for rows."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from encoders.config import EncoderConfig
 from encoders.encoder import DTYPES, Encoder
-from encoders.graph_stats import GraphStats
+from encoders.forward import Results
 from encoders.packing import PackedBatch
 from serve_app import metrics
 from serve_app.graph_metrics import publish
-from serve_app.service import Dtype, Encoded, Output, Rows
+from serve_app.service import Digest, Dtype, Encoded, GraphStats, Output, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,13 @@ CAPTURE_EVERY_S = 10.0
 
 
 class Engine:
-    """Loads an Encoder and runs its batches one after another; captures graphs in the pauses."""
+    """Loads an Encoder and starts its batches one behind another; captures graphs in the pauses."""
 
     def __init__(self, config: EncoderConfig, device: str) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         """Of this process among all of the cluster's."""
         self._thread = ThreadPoolExecutor(1, "engine")
+        self._waiter = ThreadPoolExecutor(1, "waiter")
         self._encoder = self._thread.submit(Encoder.load, config, device).result()
         self._published = GraphStats()
         self._told = self._thread.submit(self._encoder.graphs.stats).result()
@@ -46,43 +47,35 @@ class Engine:
 
     def encode_now(self, batch: PackedBatch) -> None:
         """Encode a batch while no loop runs yet."""
-        self._thread.submit(self._encode, batch).result()
+        self._thread.submit(self._start, batch, "pooled", "float32").result().results.wait()
 
     async def encode(self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]) -> Encoded:
         """Rows for every image, each in its own dtype: float32 if none is given."""
         self._num_batches += 1
+        dtypes = dtypes or ["float32"] * batch.layout.num_images
+        # Of several, the widest: narrowed from it on the host, a value has the same bits.
+        common = dtypes[0] if len(set(dtypes)) == 1 else "float32"
         try:
-            encoded = await self._on_thread(self._encode, batch, output, dtypes)
+            started = await self._in(self._thread, self._start, batch, output, common)
+            # The next batch is uploaded and launched meanwhile: the device finds it waiting.
+            rows = await self._in(self._waiter, to_rows, started.results, output, dtypes)
         finally:
             self._num_batches -= 1
-        publish(encoded.graphs, self._published)
-        self._told = self._published = encoded.graphs
+        metrics.histogram("encoder_forward_ms").observe(started.results.milliseconds)
+        publish(started.graphs, self._published)
+        self._told = self._published = started.graphs
         self._resume_idle_work()
-        return encoded
+        return Encoded(rows, self.name, started.graphs, started.digest)
 
     def graph_stats(self) -> GraphStats:
         """What the Encoder's graph runner had done when the last batch ended, or at the start."""
         return self._told
 
-    def _encode(
-        self, batch: PackedBatch, output: Output = "pooled", dtypes: Sequence[Dtype] = ()
-    ) -> Encoded:
-        rows = self._rows(batch, output, dtypes)
+    def _start(self, batch: PackedBatch, output: Output, dtype: Dtype) -> "Started":
+        results = self._encoder.start(batch, output, dtype)
         # On this thread: it alone changes what is told of.
         graphs = self._encoder.graphs
-        return Encoded(rows, self.name, graphs.stats(), graphs.digest())
-
-    def _rows(
-        self, batch: PackedBatch, output: Output, dtypes: Sequence[Dtype]
-    ) -> Sequence[Rows] | Rows:
-        dtypes = dtypes or ["float32"] * batch.layout.num_images
-        # Of several, the widest: narrowed from it on the host, a value has the same bits.
-        common = dtypes[0] if len(set(dtypes)) == 1 else "float32"
-        with metrics.timed("encoder_forward_ms"):
-            results = self._encoder.encode(batch, output, common)
-        if output == "pooled" and set(dtypes) == {"float32"}:
-            return torch.stack(results).numpy()  # travels as one object
-        return [as_rows(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
+        return Started(results, graphs.stats(), graphs.digest())
 
     def _resume_idle_work(self) -> None:
         going_on = self._idle_work is not None and not self._idle_work.done()
@@ -95,15 +88,31 @@ class Engine:
         while more and self._may_idle():
             step = partial(self._encoder.idle, may_rebuild=not self._num_batches)
             try:
-                more = await self._on_thread(step)
+                more = await self._in(self._thread, step)
             finally:
                 self._captured_at = time.monotonic()
 
     def _may_idle(self) -> bool:
         return not self._num_batches or time.monotonic() - self._captured_at > CAPTURE_EVERY_S
 
-    async def _on_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+    async def _in(self, thread: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+
+
+class Started(NamedTuple):
+    """A batch on the device, and how its encoder stood behind it."""
+
+    results: Results
+    graphs: GraphStats
+    digest: Digest | None
+
+
+def to_rows(results: Results, output: Output, dtypes: Sequence[Dtype]) -> Sequence[Rows] | Rows:
+    """Wait for a batch; each image's rows in its own dtype."""
+    tensors = results.wait()
+    if output == "pooled" and set(dtypes) == {"float32"}:
+        return torch.stack(tensors).numpy()  # travels as one object
+    return [as_rows(x, dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
 
 
 def as_rows(result: Tensor, dtype: Dtype) -> Rows:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from encoders.errors import DeadlineExceeded
 from encoders.graph_stats import Digest as Digest
-from encoders.graph_stats import GraphStats
+from encoders.graph_stats import GraphStats as GraphStats
 from encoders.packing import GridTHW, PackedBatch, num_patches
 from encoders.packing import Output as Output
 

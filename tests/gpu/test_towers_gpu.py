@@ -128,3 +128,35 @@ def test_resizing_on_the_gpu_is_pillows_within_one_level(photos: dict[str, bytes
         )
 
         assert (ours - pillows).abs().max() <= 1.001, name
+
+
+def test_batches_that_are_started_one_behind_another_keep_their_own_pixels_and_rows(
+    subject: Subject,
+) -> None:
+    encoder, config = encoder_of(subject, "bfloat16"), subject.settings
+    rng = np.random.default_rng(1)
+    batches = []
+    for sizes in ([(64, 64)], SIZES, [(512, 512)], [(64, 700), (96, 96)]) * 3:  # buffers grow too
+        images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+        grids = [grid_thw(config, *size) for size in sizes]
+        batches.append(PackedBatch.of(images, grids, NUM_PREFIX[config.family]))
+    for output in ("pooled", "patch"):
+        expected = [encoder.encode(batch, output) for batch in batches]
+
+        started = [encoder.start(batch, output) for batch in batches]
+
+        for results, rows in zip(started, expected, strict=True):
+            assert all(map(torch.equal, results.wait(), rows))
+            assert results.milliseconds > 0
+
+
+def test_starting_a_batch_waits_for_nothing(subject: Subject) -> None:
+    encoder = encoder_of(subject, "bfloat16")
+    batch = batch_for(subject.settings)
+    for _ in range(3):  # every slot of the staging buffers gets its size
+        encoder.encode(batch)
+
+    with no_sync():
+        results = encoder.start(batch)
+
+    assert len(results.wait()) == len(SIZES)

@@ -1,6 +1,7 @@
 """The engine's pauses: what is captured in them, and what is told of it."""
 
 import asyncio
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from encoders.attention_kernels import Target, load_aiter
 from encoders.captured import GraphMaker
 from encoders.config import GraphSettings
 from encoders.encoder import Encoder
-from encoders.forward import Forward
+from encoders.forward import Forward, Results
 from encoders.graph_stats import GraphStats
 from encoders.packing import PackedBatch
 from encoders.sizes import grid_thw
@@ -202,3 +203,49 @@ def test_the_encoder_gives_the_same_bits_with_graphs_and_without(config: Encoder
         assert all(torch.equal(a, b) for a, b in zip(rows, eager.encode(batch), strict=True))
 
     assert encoder.graphs.stats().hits == 1
+
+
+async def test_the_next_batch_is_launched_before_anybody_has_the_rows_of_the_last(
+    config: EncoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, come, launched = Engine(config, "cpu"), threading.Event(), list[int]()
+    wait, start = Results.wait, engine._encoder.start
+
+    def slow_wait(results: Results) -> list[torch.Tensor]:
+        assert come.wait(30)
+        return wait(results)
+
+    def noted_start(batch: PackedBatch, *wanted: Any) -> Results:
+        launched.append(batch.layout.num_images)
+        return start(batch, *wanted)
+
+    monkeypatch.setattr(Results, "wait", slow_wait)
+    monkeypatch.setattr(engine._encoder, "start", noted_start)
+    tasks = [
+        asyncio.create_task(engine.encode(packed(config, *values), "pooled", ()))
+        for values in ([1], [2, 3])
+    ]
+    await until(lambda: launched == [1, 2])
+    assert not any(task.done() for task in tasks)
+
+    come.set()
+    first, second = await asyncio.gather(*tasks)
+
+    assert (len(first.rows), len(second.rows)) == (1, 2)
+
+
+async def test_a_device_that_fails_behind_a_launch_fails_that_batch_alone(
+    config: EncoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config, "cpu")
+
+    def failed(results: Results) -> list[torch.Tensor]:
+        raise RuntimeError("an error that the device tells of late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Results, "wait", failed)
+        with pytest.raises(RuntimeError, match="tells of late"):
+            await engine.encode(packed(config, 1), "pooled", ())
+
+    assert len((await engine.encode(packed(config, 1, 2), "pooled", ())).rows) == 2
+    assert engine._num_batches == 0

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,8 @@ from encoders.encoder import Encoder
 from encoders.packing import PackedBatch
 from encoders.sizes import grid_thw
 from serve_app import replica as replica_module
-from serve_app.engine import Engine
+from serve_app.engine import Engine, Started
 from serve_app.replica import EncoderReplica
-from serve_app.service import Rows
 from tests.tiny import write_tiny_encoder
 
 
@@ -34,7 +33,7 @@ class ObservedEngine(Engine):
         self.error: Exception | None = None
         super().__init__(config, device)
 
-    def _encode(self, batch: PackedBatch, *wanted: Any) -> Sequence[Rows] | Rows:
+    def _start(self, batch: PackedBatch, *wanted: Any) -> Started:
         self.encoded.append(batch.layout.num_images)
         self.threads.add(threading.current_thread().name)
         self.num_running += 1
@@ -43,7 +42,7 @@ class ObservedEngine(Engine):
             assert self.go.wait(30)
             if self.error is not None:
                 raise self.error
-            return super()._encode(batch, *wanted)
+            return super()._start(batch, *wanted)
         finally:
             self.num_running -= 1
 
@@ -91,7 +90,7 @@ def test_a_replica_whose_engine_fails_the_canary_does_not_exist(
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(Encoder, "encode", broken)
+    monkeypatch.setattr(Encoder, "start", broken)
 
     with pytest.raises(RuntimeError, match="no kernel image"):
         EncoderReplica(config, "cpu", 60.0)
