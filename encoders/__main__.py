@@ -18,9 +18,9 @@ from tqdm import tqdm
 from encoders.config import EncoderConfig
 from encoders.encoder import DTYPES, Encoder
 from encoders.errors import EncoderError, InvalidRequest
-from encoders.image import decode_rgb
-from encoders.packing import PackedBatch, Pixels
-from encoders.sizes import NUM_PREFIX, grid_thw
+from encoders.packing import GridTHW, PackedBatch, Pixels
+from encoders.reading import read
+from encoders.sizes import NUM_PREFIX
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -41,10 +41,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def read(path: Path, config: EncoderConfig) -> Pixels:
-    """One file's pixels. Raises an `EncoderError` that names it."""
+def read_file(path: Path, config: EncoderConfig) -> tuple[Pixels, GridTHW]:
+    """One file's pixels and grid. Raises an `EncoderError` that names it."""
     try:
-        return decode_rgb(path.read_bytes(), config.limits)
+        return read(path.read_bytes(), config)
     except OSError as error:
         raise InvalidRequest(f"{path}: {error.strerror}") from error
     except EncoderError as error:
@@ -55,8 +55,8 @@ def embed(encoder: Encoder, options: argparse.Namespace) -> Iterator[Tensor]:
     """One host tensor per file, in order."""
     config = encoder.config
     for start in range(0, len(options.files), options.batch):
-        images = [read(path, config) for path in options.files[start : start + options.batch]]
-        grids = [grid_thw(config, *image.shape[:2]) for image in images]
+        files = [read_file(path, config) for path in options.files[start : start + options.batch]]
+        images, grids = zip(*files, strict=True)
         batch = PackedBatch.of(images, grids, NUM_PREFIX[config.family])
         yield from encoder.encode(batch, options.output, options.dtype)
 

@@ -177,6 +177,11 @@ class EncoderConfig(Settings):
     image_mean: Rgb
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
     limits: ImageLimits = ImageLimits()
+    draft_jpegs_from: PositiveInt | None = Field(
+        None,
+        description="JPEGs of so many pixels or more are decoded at a half, a quarter or an eighth "
+        "of their sides, if that leaves twice the target's; None decodes all of them whole",
+    )
     graphs: GraphSettings = GraphSettings()
 
     @classmethod

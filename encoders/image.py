@@ -82,16 +82,22 @@ def read_header(data: bytes, limits: ImageLimits) -> ImageHeader:
         return _header(_open(data, limits))
 
 
-def decode_rgb(data: bytes, limits: ImageLimits) -> np.ndarray:
-    """Writable uint8 [height, width, 3] of the first frame, upright, over `limits.background`."""
+def decode_rgb(data: bytes, limits: ImageLimits, jpeg_cut: int = 1) -> np.ndarray:
+    """Read-only uint8 [height, width, 3] of the first frame, upright, over `limits.background`.
+
+    `jpeg_cut`: 2, 4 or 8 divides a JPEG's sides while it is decoded, rounded up.
+    """
     with _decoder_errors_are_invalid_images():
         image = _open(data, limits)
+        if jpeg_cut > 1:
+            image.draft(None, (image.width // jpeg_cut, image.height // jpeg_cut))
         header = _header(image)
         _correct_hidden_colour(image)
         image.load()
         _turn_upright(image)
-        # A copy: Pillow stores RGB in four bytes, and torch wants memory that it may write to.
-        pixels = np.array(_to_rgb(_to_8_bits(image), limits.background))
+        rgb = _to_rgb(_to_8_bits(image), limits.background)
+        # A copy, since Pillow stores RGB in four bytes; `np.array` would make two.
+        pixels = np.frombuffer(rgb.tobytes(), np.uint8).reshape(rgb.height, rgb.width, 3)
     if pixels.shape[0] * pixels.shape[1] != header.num_pixels:
         height, width, _ = pixels.shape
         raise InvalidImage(

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from encoders.config import EncoderConfig, ImageLimits
 from encoders.errors import EncoderError
-from encoders.image import ImageHeader, decode_rgb, read_header
+from encoders.image import ImageHeader, read_header
 from encoders.packing import GridTHW, Pixels
-from encoders.sizes import grid_thw
+from encoders.reading import read
 from serve_app.metrics import timed
 from serve_app.service import ImageItem
 
@@ -24,8 +24,7 @@ def read_headers(images: Sequence[ImageItem], limits: ImageLimits) -> list[Image
 def decode(item: ImageItem, config: EncoderConfig) -> tuple[Pixels, GridTHW]:
     """One image's pixels, and the patches they will become. Raises a named `RequestError`."""
     with naming(item.name), timed("encoder_decode_ms"):
-        pixels = decode_rgb(item.data, config.limits)
-        return pixels, grid_thw(config, *pixels.shape[:2])
+        return read(item.data, config)
 
 
 @contextmanager
