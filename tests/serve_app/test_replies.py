@@ -443,3 +443,50 @@ async def test_others_are_answered_while_a_large_reply_goes_out() -> None:
     task.cancel()
 
     assert turns > 64  # once after each MiB
+
+
+class Queue:
+    """Takes messages without a limit, as Ray does, and makes one batch of all that it finds."""
+
+    def __init__(self) -> None:
+        self.messages = list[Any]()
+        self.batches = list[int]()
+
+    async def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def consume(self) -> None:
+        while True:
+            await asyncio.sleep(0.004)
+            batch, self.messages = self.messages, []
+            self.batches.append(len(batch))
+
+
+async def reply_of(num_chunks: int) -> Any:
+    rows = np.zeros((num_chunks * CHUNK_BYTES // 4096, 1024), np.float32)
+    return await replies.reply([Embedding(rows, (1, 2, 2))], NPY, Wanted("patch"), "tiny")
+
+
+async def test_few_views_are_under_way_where_nothing_holds_the_sender_back() -> None:
+    queue, response = Queue(), await reply_of(100)
+    task = asyncio.create_task(queue.consume())
+
+    await response({"type": "http"}, queue.receive, queue.send)
+    await asyncio.sleep(0.02)
+    task.cancel()
+
+    assert sum(queue.batches) == 100 + 7  # start, three headers, two small arrays, end
+    assert max(queue.batches) <= 12
+
+
+async def test_whoever_keeps_every_view_is_not_waited_for_for_ever() -> None:
+    queue, response = Queue(), await reply_of(20)
+
+    async with asyncio.timeout(10):
+        await response({"type": "http"}, queue.receive, queue.send)
+
+    body = b"".join(message.get("body", b"") for message in queue.messages)
+    assert len(body) == int(response.headers["content-length"])
