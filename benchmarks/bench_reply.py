@@ -3,9 +3,9 @@
     python benchmarks/bench_reply.py [--server uvicorn|proxy|haproxy] [--mib 256] [--repeats 4]
 
 The embeddings lie ready in the sender, so nothing is decoded or encoded. `uvicorn` is the app
-without Ray; `proxy` and `haproxy` are Ray Serve behind its own two. Memory is the anonymous memory
-the process with the embeddings, sampled every 2 ms, and in Ray's Python proxies. HAProxy
-listens on every interface while this runs. One JSON document per reply.
+without Ray; `proxy` and `haproxy` are Ray Serve behind its own two. Memory is the anonymous part of
+the process that holds the embeddings, sampled every 2 ms. HAProxy listens on every interface while
+this runs. One line of JSON per reply.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from serve_app.service import Embedding
 MIB = 1024 * 1024
 
 
-def anonymous_mib(pid: int | str = "self") -> int:
-    """Memory of a process that is no file's, shared memory apart."""
-    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+def anonymous_mib() -> int:
+    """Memory of this process that is no file's and not shared."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(found[1]) // 1024 if found else 0
 
 
@@ -98,18 +98,6 @@ def fetch(port: int) -> tuple[int, float]:
         return num_bytes, time.perf_counter() - start
 
 
-def proxies_mib() -> int:
-    """Memory of Ray's Python proxies on this machine."""
-    total = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"ray::ProxyActor" in (process / "cmdline").read_bytes():
-                total += anonymous_mib(process.name)
-        except OSError:  # it has ended meanwhile
-            continue
-    return total
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--server", default="uvicorn", choices=["uvicorn", "proxy", "haproxy"])
@@ -138,7 +126,6 @@ def main() -> None:
             "bytes": num_bytes,
             "GB/s": round(num_bytes / seconds / 1e9, 2),
             "sender_MiB_more": max(0, memory["peak"] - before),
-            "proxy_MiB": proxies_mib(),
         }
         print(json.dumps(line), flush=True)
     if child:

@@ -18,7 +18,7 @@ import numpy as np
 from fastapi import Response
 from starlette.responses import StreamingResponse
 
-from encoders.errors import NotAcceptable
+from encoders.errors import NotAcceptable, RequestTooLarge
 from serve_app import accept, schemas
 from serve_app.service import Embedding, Rows, Wanted
 
@@ -29,6 +29,8 @@ REPLY_TYPES = [JSON, NPY, SAFETENSORS]
 
 CHUNK_BYTES = 1024 * 1024
 """Of one ASGI message. Smaller ones cost throughput: on loopback 64 KiB about a third of it."""
+MAX_JSON_VALUES = 4 * 1024 * 1024
+"""Each takes some 20 bytes of text, and 32 while that is made."""
 UNDER_WAY = 4
 PAUSE_S, PAUSES = 1e-3, 10
 
@@ -71,10 +73,10 @@ async def reply(
     if media_type == JSON:
         if wanted.output == "pooled":
             return as_json(schemas.EmbeddingsReply.of(embeddings, model, "float"))
-        # A hundred thousand numbers for each image: the loop serves others meanwhile.
-        return await asyncio.to_thread(
-            lambda: as_json(schemas.PatchEmbeddingsReply.of(embeddings, model))
-        )
+        _check_values(sum(embedding.values.size for embedding in embeddings))
+        # Millions of numbers: the loop serves others meanwhile.
+        content = await asyncio.to_thread(schemas.PatchEmbeddingsReply.json_of, embeddings, model)
+        return Response(content, media_type=JSON)
     tensors = _tensors(embeddings, wanted)
     parts = _npy(tensors) if media_type == NPY else _safetensors(tensors)
     views = [_view(part) for part in parts]
@@ -85,9 +87,17 @@ async def reply(
     return StreamingResponse(_chunks(views), headers=length, media_type=media_type)
 
 
-def as_json(model: schemas.EmbeddingsReply | schemas.PatchEmbeddingsReply) -> Response:
+def as_json(record: schemas.EmbeddingsReply) -> Response:
     """A record as the body."""
-    return Response(model.model_dump_json(), media_type=JSON)
+    return Response(record.model_dump_json(), media_type=JSON)
+
+
+def _check_values(num_values: int) -> None:
+    if num_values > MAX_JSON_VALUES:
+        raise RequestTooLarge(
+            f"the rows have {num_values} values, the limit of JSON is {MAX_JSON_VALUES}; "
+            f"accept {NPY} or {SAFETENSORS}"
+        )
 
 
 class _Tensor(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import AliasChoices, BaseModel, Field, PositiveInt
+from pydantic_core import to_json
 
 from encoders.packing import GridTHW
 from serve_app.service import Dtype, Embedding, EncoderGraphs, Rows
@@ -80,13 +81,18 @@ class PatchEmbeddingsReply(BaseModel):
     usage: Usage
 
     @classmethod
-    def of(cls, embeddings: list[Embedding], model: str) -> "PatchEmbeddingsReply":
-        """The reply for embeddings in order of the request's items."""
-        data = [
-            PatchEmbeddingData(index=i, embedding=widen(x.values).tolist(), grid_thw=x.grid_thw)
-            for i, x in enumerate(embeddings)
-        ]
-        return cls(data=data, model=model, usage=Usage.of(embeddings))
+    def json_of(cls, embeddings: list[Embedding], model: str) -> bytes:
+        """The reply for embeddings in order of the request's items, as JSON.
+
+        It is made row by row, for other threads stand still while one value becomes JSON.
+        """
+        data = []
+        for i, embedding in enumerate(embeddings):
+            rows = b",".join(to_json(row.tolist()) for row in widen(embedding.values))
+            item = b'{"object":"embedding","index":%d,"embedding":[%b],"grid_thw":%b}'
+            data.append(item % (i, rows, to_json(embedding.grid_thw)))
+        ending = b'],"model":%b,"usage":%b}' % (to_json(model), to_json(Usage.of(embeddings)))
+        return b'{"object":"list","data":[' + b",".join(data) + ending
 
 
 class Model(BaseModel):

@@ -4,10 +4,12 @@ import asyncio
 import io
 import logging
 import pickle
+import re
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +25,7 @@ from serve_app import replies
 from serve_app.api import build_api
 from serve_app.endpoints import ApiLimits
 from serve_app.replies import CHUNK_BYTES, JSON, NPY, SAFETENSORS
-from serve_app.schemas import narrow, widen
+from serve_app.schemas import PatchEmbeddingsReply, narrow, widen
 from serve_app.service import (
     POOLED,
     Dtype,
@@ -193,14 +195,20 @@ async def test_pooled_numpy_is_one_array_in_its_dtype(dtype: Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-async def test_patch_numpy_is_read_by_the_four_lines_of_the_readme(dtype: Dtype) -> None:
-    response = await ask(f"output=patch&dtype={dtype}", NPY)
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+async def test_patch_numpy_is_read_as_the_docs_say(dtype: Dtype, page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    example = re.search(r"^file = io\.BytesIO.*?(?=^```)", text, re.DOTALL | re.MULTILINE)
+    assert example
+    names: dict[str, Any] = {"io": io, "np": np}
+    names["reply"] = await ask(f"output=patch&dtype={dtype}", NPY)
 
-    file = io.BytesIO(response.content)
-    offsets, grid_thw, rows = np.load(file), np.load(file), np.load(file)
-    images = [rows[start:end] for start, end in zip(offsets, offsets[1:])]  # noqa: B905, RUF007
+    exec(example[0], names)
 
-    assert file.read() == b""
+    offsets, grid_thw, rows = names["offsets"], names["grid_thw"], names["rows"]
+    images = names["images"]
+    assert len(example[0].splitlines()) == 3
+    assert names["file"].read() == b""
     assert offsets.tolist() == [0, 2, 11, 12]
     assert offsets.dtype == grid_thw.dtype == np.int64
     assert grid_thw.tolist() == [list(grid) for grid in GRIDS]
@@ -238,12 +246,27 @@ async def test_json_has_the_numbers_of_the_dtype(dtype: Dtype) -> None:
     rounded = widen(narrow(joined(POOLED), dtype)).astype(np.float32)
     np.testing.assert_array_equal(np.array(values, np.float32), rounded)
     body = patch.json()
+    assert PatchEmbeddingsReply.model_validate(body).model_dump(mode="json") == body
     for i, item in enumerate(body["data"]):
         assert (item["index"], item["grid_thw"]) == (i, list(GRIDS[i]))
         rounded = widen(narrow(float32(i, Wanted("patch")), dtype)).astype(np.float32)
         np.testing.assert_array_equal(np.array(item["embedding"], np.float32), rounded)
     assert body["usage"] == {"prompt_tokens": 48, "total_tokens": 48}
     assert body["model"] == "dinov2-demo"
+
+
+async def test_patch_rows_in_json_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = 12 * WIDTH
+    monkeypatch.setattr(replies, "MAX_JSON_VALUES", values)
+    exact = await ask("output=patch", JSON)
+    monkeypatch.setattr(replies, "MAX_JSON_VALUES", values - 1)
+    refused = await ask("output=patch", JSON)
+    as_numpy = await ask("output=patch", NPY)
+
+    assert (exact.status_code, as_numpy.status_code) == (200, 200)
+    assert refused.status_code == 413
+    message = f"the rows have {values} values, the limit of JSON is {values - 1}; accept {NPY} or"
+    assert message in refused.json()["detail"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
