@@ -8,6 +8,7 @@ EncoderError
 │   ├── InvalidRequest         malformed: an empty body, wrong base64, a text where an image belongs
 │   ├── Unauthorized           no key, or a wrong one
 │   ├── UnknownModel           another model than the one that is served
+│   ├── NotAcceptable          a reply of a type that is not offered
 │   ├── RequestTooLarge        too many bytes, images or pixels
 │   ├── UnsupportedImageType   bytes that are not of an accepted image format
 │   └── InvalidImage           an image that cannot be decoded, or not encoded
@@ -59,6 +60,10 @@ class Unauthorized(RequestError):
 
 class UnknownModel(RequestError):
     """A model that is not served here."""
+
+
+class NotAcceptable(RequestError):
+    """No offered type of reply is among those that the client accepts."""
 
 
 class RequestTooLarge(RequestError):

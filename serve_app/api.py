@@ -1,42 +1,13 @@
 """The HTTP front door: `build_api(service, ...)` is a FastAPI app that knows nothing of Ray."""
 
-from typing import Any
-
 from fastapi import APIRouter, Depends, FastAPI
 
 from encoders.config import EncoderConfig
-from serve_app import __version__, refusals, schemas
+from serve_app import __version__, refusals
 from serve_app.endpoints import ApiLimits, Endpoints
 from serve_app.middleware import BodyLimit, Traffic, Watch
+from serve_app.openapi import IMAGE_BODY, JSON_BODY, NEGOTIATED, REPLY
 from serve_app.service import ImageService
-
-Accepts = dict[str, Any]
-IMAGE_BODY: Accepts = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "image/*": {"schema": {"type": "string", "format": "binary"}},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "file": {
-                            "type": "array",
-                            "items": {"type": "string", "format": "binary"},
-                        }
-                    },
-                }
-            },
-        },
-    }
-}
-JSON_BODY: Accepts = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": schemas.EmbeddingsRequest.model_json_schema()}},
-    }
-}
-REPLY: dict[int | str, dict[str, Any]] = {200: {"model": schemas.EmbeddingsReply}}
 
 
 def build_api(
@@ -58,7 +29,7 @@ def build_api(
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(endpoints.authorize)])
     v1.get("/models")(endpoints.models)
     v1.post("/embeddings", responses=REPLY, openapi_extra=JSON_BODY)(endpoints.embeddings)
-    v1.post("/images/embeddings", responses=REPLY, openapi_extra=IMAGE_BODY)(
+    v1.post("/images/embeddings", responses=NEGOTIATED, openapi_extra=IMAGE_BODY)(
         endpoints.image_embeddings
     )
     if more_v1:

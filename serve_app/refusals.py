@@ -22,6 +22,7 @@ STATUS: dict[type[EncoderError], HTTPStatus] = {
     errors.InvalidRequest: HTTPStatus.BAD_REQUEST,
     errors.Unauthorized: HTTPStatus.UNAUTHORIZED,
     errors.UnknownModel: HTTPStatus.NOT_FOUND,
+    errors.NotAcceptable: HTTPStatus.NOT_ACCEPTABLE,
     errors.DeadlineExceeded: HTTPStatus.REQUEST_TIMEOUT,
     errors.RequestTooLarge: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     errors.UnsupportedImageType: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,

@@ -25,9 +25,19 @@ from encoders.packing import PackedBatch
 from serve_app import endpoints
 from serve_app.api import build_api
 from serve_app.batcher import Batcher, QueueLimits
+from serve_app.bodies import TIMEOUT_HEADER
 from serve_app.canary import CANARY
-from serve_app.endpoints import NPY, TIMEOUT_HEADER, ApiLimits
-from serve_app.service import Embedding, EncoderGraphs, ImageItem, ImageService, Rows
+from serve_app.endpoints import ApiLimits
+from serve_app.replies import NPY
+from serve_app.service import (
+    POOLED,
+    Embedding,
+    EncoderGraphs,
+    ImageItem,
+    ImageService,
+    Rows,
+    Wanted,
+)
 from serve_app.waiting import BatchLimits
 
 CONFIG = EncoderConfig.load("dinov2-demo")
@@ -51,7 +61,9 @@ class Service:
         self.error = error
         self.requests = list[list[ImageItem]]()
 
-    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
+    ) -> list[Embedding]:
         self.requests.append(list(images))
         if self.error is not None:
             raise self.error
@@ -71,7 +83,9 @@ class Stuck:
     def __init__(self) -> None:
         self.was_cancelled = False
 
-    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
+    ) -> list[Embedding]:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -881,7 +895,9 @@ class Patient:
     def __init__(self) -> None:
         self.timeouts = list[float]()
 
-    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
+    ) -> list[Embedding]:
         self.timeouts.append(timeout_s)
         return [embedding(item.data) for item in images]
 
@@ -1105,7 +1121,11 @@ async def test_the_model_is_listed_with_every_limit_that_a_client_has_to_keep() 
                 "owned_by": "vision-encoder-serve",
                 "dimensions": 384,
                 "normalized": True,
+                "outputs": ["pooled", "patch"],
+                "dtypes": ["float32", "float16", "bfloat16"],
+                "reply_types": ["application/json", NPY, "application/vnd.safetensors"],
                 "max_images_per_request": 5,
+                "max_patches_per_request": 65536,
                 "max_body_bytes": 1000,
                 "max_image_bytes": CONFIG.limits.max_bytes,
                 "max_image_pixels": CONFIG.limits.max_pixels,
@@ -1126,9 +1146,13 @@ async def test_the_schema_lists_every_route_and_what_their_bodies_are() -> None:
     as_images = paths[IMAGES]["post"]["requestBody"]["content"]
     assert "input" in as_json["application/json"]["schema"]["properties"]
     assert set(as_images) == {"image/*", "multipart/form-data"}
+    replies = [paths[url]["post"]["responses"]["200"]["content"] for url in (EMBEDDINGS, IMAGES)]
+    assert replies[0]["application/json"]["schema"]["$ref"].endswith("/EmbeddingsReply")
+    both = [x["$ref"].split("/")[-1] for x in replies[1]["application/json"]["schema"]["anyOf"]]
+    assert both == ["EmbeddingsReply", "PatchEmbeddingsReply"]
+    assert set(replies[1]) == {"application/json", NPY, "application/vnd.safetensors"}
+    assert replies[1][NPY]["schema"] == {"type": "string", "format": "binary"}
     for url in (EMBEDDINGS, IMAGES):
-        reply = paths[url]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
-        assert reply["$ref"].endswith("/EmbeddingsReply")
         assert "HTTPBearer" in json.dumps(paths[url]["post"]["security"])
 
 

@@ -17,7 +17,7 @@ from serve_app.api import build_api
 from serve_app.endpoints import ApiLimits
 from serve_app.ingress import Ingress
 from serve_app.middleware import Traffic
-from serve_app.service import Embedding, ImageItem, Stats
+from serve_app.service import POOLED, Embedding, ImageItem, Stats, Wanted
 
 CONFIG = EncoderConfig.load("dinov2-demo")
 IMAGES = "/v1/images/embeddings"
@@ -31,7 +31,9 @@ class Service:
         self.go = asyncio.Event()
         self.num_running = 0
 
-    async def submit(self, images: Sequence[ImageItem], timeout_s: float) -> list[Embedding]:
+    async def submit(
+        self, images: Sequence[ImageItem], timeout_s: float, wanted: Wanted = POOLED
+    ) -> list[Embedding]:
         self.num_running += 1
         try:
             await self.go.wait()

@@ -17,6 +17,7 @@ EXPECTED = {
     errors.InvalidRequest: 400,
     errors.Unauthorized: 401,
     errors.UnknownModel: 404,
+    errors.NotAcceptable: 406,
     errors.DeadlineExceeded: 408,
     errors.RequestTooLarge: 413,
     errors.UnsupportedImageType: 415,
