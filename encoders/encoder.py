@@ -35,13 +35,13 @@ class Encoder:
         self.graphs = GraphRunner.on(forward, graphs)
         self._profile = GraphProfile(graphs.profile, config, forward.tower.num_prefix)
         self.graphs.capture_now(self._profile.read() or self.graphs.usual_calls())
-        self._dtype = DTYPES[config.dtype]
         self._device = forward.device
         self._tower = tower = forward.tower
         self._preprocess = Preprocessor(
             config.image_mean,
             config.image_std,
             forward.device,
+            DTYPES[config.dtype],
             patch_size=tower.patch_size,
             merge_size=tower.merge_size,
             frames=tower.frames,
@@ -100,6 +100,5 @@ class Encoder:
         pixels.numpy()[:] = batch.pixels
         side = self.config.patch_size
         targets = [(rows * side, columns * side) for _, rows, columns in batch.layout.grid_thw]
-        return self._preprocess(
-            pixels.to(self._device, non_blocking=True), batch.sizes, targets
-        ).to(self._dtype)
+        on_device = pixels.to(self._device, non_blocking=True)
+        return self._preprocess(on_device, batch.sizes, targets)
