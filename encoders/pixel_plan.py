@@ -112,8 +112,8 @@ class _Shelf:
 
     def after(self, records: Ints) -> Ints:
         """The whole table: these records, then the taps."""
-        table = np.concatenate([records, *self._arrays])
-        return np.pad(table, (0, len(table) % 2))
+        even = np.zeros(self._place % 2, np.int32)
+        return np.concatenate([records, *self._arrays, even])
 
     def _named(self, lengths: Size, shelved: Taps) -> Record:
         if lengths not in self._found:

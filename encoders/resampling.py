@@ -19,6 +19,9 @@ PRECISION_BITS = 22
 BAND = 32
 """Pixels that a `Band` makes: enough for a fast product, few enough for few zeros in it."""
 
+LONGEST_KEPT = 8192
+"""Pixels of the longest line whose taps are kept for the next image."""
+
 SUPPORT = 2.0  # pixels to each side that a bicubic reaches, where an image grows
 
 
@@ -43,9 +46,13 @@ class Band(NamedTuple):
     """[pixels made, pixels used], multiples of 2^-22."""
 
 
-@lru_cache(maxsize=128)
 def taps(old: int, new: int) -> Taps:
     """Taps of a line of `old` pixels resized to `new`. Not to be written to: they are shared."""
+    # Longer lines are rare, and a few hundred of them would fill a gigabyte.
+    return (_kept_taps if max(old, new) <= LONGEST_KEPT else _taps)(old, new)
+
+
+def _taps(old: int, new: int) -> Taps:
     # Pillow's operations in Pillow's order: a weight on the edge of rounding depends on the last
     # bit of each.
     scale = old / new
@@ -61,6 +68,9 @@ def taps(old: int, new: int) -> Taps:
     fixed = weights * (1 << PRECISION_BITS)
     rounded = np.trunc(fixed + np.copysign(0.5, fixed)).astype(np.int32)
     return Taps(starts, counts, rounded)
+
+
+_kept_taps = lru_cache(maxsize=512)(_taps)
 
 
 def bands(old: int, new: int) -> Iterator[Band]:
