@@ -7,8 +7,9 @@ hold little. Products run at the rate of one large product where their shape fit
 tiles. Attention is timed on views of a packed qkv, as towers pass them, and on copies with wider
 heads, or with heads further apart in memory, without the time that such a copy takes.
 
-Every figure is the time of one call inside a graph of many calls, so launches cost nothing. The
-last line of stdout is one JSON document.
+Every figure is the time of one call inside a graph of many calls, so launches cost nothing; those
+from pixels to patches alone are waited for one by one, with what the host does for them. The last
+line of stdout is one JSON document.
 
 usage: PYTHONPATH=. python benchmarks/bench_kernels.py [--only block,products] [--write NAME]
 """
@@ -31,11 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.bench_encoder import MIXED, conditions, table
-from encoders import kernels, triton_kernels
+from encoders import kernels, preprocess, triton_kernels
 from encoders.attention import Attention, AttentionLayout
 from encoders.backends import choose_backend
 from encoders.errors import BackendUnavailable
 from encoders.layers import MLP, Block, PackedAttention
+from encoders.pixel_plan import plan_pixels
+from encoders.preprocess import Preprocessor
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 WIDTH, HIDDEN, HEADS, SIZE, MERGED, OUT = 1152, 4304, 16, 72, 4608, 5120
@@ -338,6 +341,52 @@ def block_in_a_row(images: int, module: Callable[..., Any]) -> Call:
     return run
 
 
+def preprocessing() -> tuple[list[str], Table]:
+    """A batch's pixels on the GPU to patches in bf16, by the two kernels and by their twin."""
+    mixed = [(height // 32 * 32, width // 32 * 32) for height, width in MIXED]
+    off = [(height + 9, width - 7) for height, width in mixed]
+    batches = {
+        "16 of 512x512, as they are": ([(512, 512)] * 16, [(512, 512)] * 16),
+        "8 mixed, each resized a little": (off, mixed),
+        "1 of 3000x4000 to 224x224": ([(3000, 4000)], [(224, 224)]),
+        "1 of 3000x4000 to 2976x3968": ([(3000, 4000)], [(2976, 3968)]),
+    }
+    run = Preprocessor((0.5,) * 3, (0.5,) * 3, CUDA, BF16, patch_size=16, merge_size=2)
+    lines = []
+    for name, (sizes, targets) in batches.items():
+        values = sum(3 * height * width for height, width in sizes)
+        pixels = torch.randint(0, 256, (values,), dtype=torch.uint8, device=CUDA)
+        call = partial(run, pixels, sizes, targets)
+        ours = waited_for(call)
+        preprocess.fused = lambda x: False
+        plain = waited_for(call)
+        preprocess.fused = kernels.fused
+        plan = statistics.median(timed(partial(plan_pixels, sizes, targets, 16, 2)))
+        lines.append([name, *(f"{us:.0f}" for us in (ours, plan, plain))])
+        sys.stderr.write(f"{lines[-1]}\n")
+    return ["batch", "fused", "of it the plan, on the host", "plain"], lines
+
+
+def waited_for(call: Call) -> float:
+    """Median microseconds until a call's result is there: its work on the host counts."""
+
+    def whole() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return statistics.median(timed(whole))
+
+
+def timed(call: Call, rounds: int = 20) -> list[float]:
+    """Microseconds of each call, after two that are not counted."""
+    times = []
+    for _ in range(rounds + 2):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return times[2:]
+
+
 @torch.inference_mode()
 def main() -> None:
     """Measure, write the results if asked to, print one JSON document."""
@@ -360,6 +409,7 @@ def main() -> None:
         "gelu": ("GELU behind its product, us", gelus),
         "products": ("Products, us", partial(products, peak)),
         "attention": ("Attention, 16 heads of 72, us", attentions),
+        "pixels": ("From pixels to patches, us", preprocessing),
     }
     wanted = options.only.split(",") if options.only else sections
     measured = {sections[name][0]: sections[name][1]() for name in wanted}

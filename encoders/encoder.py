@@ -35,13 +35,13 @@ class Encoder:
         self.graphs = GraphRunner.on(forward, graphs)
         self._profile = GraphProfile(graphs.profile, config, forward.tower.num_prefix)
         self.graphs.capture_now(self._profile.read() or self.graphs.usual_calls())
-        self._dtype = DTYPES[config.dtype]
         self._device = forward.device
         self._tower = tower = forward.tower
         self._preprocess = Preprocessor(
             config.image_mean,
             config.image_std,
             forward.device,
+            DTYPES[config.dtype],
             patch_size=tower.patch_size,
             merge_size=tower.merge_size,
             frames=tower.frames,
@@ -107,4 +107,4 @@ class Encoder:
                 return self._patches(batch, pixels)
         side = self.config.patch_size
         targets = [(rows * side, columns * side) for _, rows, columns in batch.layout.grid_thw]
-        return self._preprocess(pixels, batch.sizes, targets).to(self._dtype)
+        return self._preprocess(pixels, batch.sizes, targets)

@@ -1,46 +1,47 @@
 """uint8 images on the tower's device -> normalised patches, packed.
 
-Shapes: P = patches of the batch, C = values of a patch (channel, row, column).
+On a GPU two kernels do it for a whole batch (`encoders.triton_pixels`); this file has their plain
+twin, image by image. Both give Pillow's bytes and the same bits.
+
+Shapes: P = patches of the batch, C = values of a patch (channel, row, column), V = values of a
+byte, L = length of a side, N = all other values.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from encoders.kernels import fused
+from encoders.resampling import bands, passes
 from encoders.staging import Staging
+from encoders.transfer import upload
 
 
 def resize(image_HW3: Tensor, height: int, width: int) -> Tensor:
-    """Antialiased bicubic, uint8 [H, W, 3] -> float32 [3, height, width] of whole values 0-255.
+    """Pillow's antialiased bicubic to the bit: uint8 [H, W, 3] -> uint8 [height, width, 3].
 
-    In two passes as Pillow does it, which rounds and clips to uint8 after each: one pass in
-    floats differs by up to 8 levels at sharp edges, and by one level in every sixth value. In
-    fp64, since Pillow's taps have 22 bits: fp32 tips some values over the edge of rounding.
+    In passes as Pillow does it, which rounds and clips to uint8 after each.
     """
-    image_13HW = image_HW3.permute(2, 0, 1).unsqueeze(0).double()
-    for size in passes(image_HW3.shape[0], image_HW3.shape[1], height, width):
-        image_13HW = F.interpolate(
-            image_13HW, size=size, mode="bicubic", antialias=True, align_corners=False
-        )
-        image_13HW = image_13HW.round().clamp(0, 255)
-    return image_13HW.squeeze(0).float()
+    old_height, old_width, _ = image_HW3.shape
+    for pass_height, pass_width in passes(old_height, old_width, height, width):
+        if pass_width == image_HW3.shape[1]:
+            image_HW3 = _resize_first_side(image_HW3, pass_height)
+        else:
+            image_HW3 = _resize_first_side(image_HW3.transpose(0, 1), pass_width).transpose(0, 1)
+    return image_HW3
 
 
-def passes(old_height: int, old_width: int, height: int, width: int) -> Iterator[tuple[int, int]]:
-    """Sizes after each pass that changes one. Horizontal first, with Pillow 13's exception.
-
-    The exception, found by trying sizes: rows shrink, and by more than twice what columns do.
-    """
-    between = (old_height, width)
-    if height < old_height and old_height - height > 2 * (old_width - width):
-        between = (height, old_width)
-    if between != (old_height, old_width):
-        yield between
-    if between != (height, width):
-        yield height, width
+def _resize_first_side(image_LX3: Tensor, length: int) -> Tensor:
+    lines_LN = image_LX3.reshape(image_LX3.shape[0], -1)
+    made_LN = lines_LN.new_empty(length, lines_LN.shape[1])
+    for band in bands(len(lines_LN), length):
+        matrix = upload(torch.from_numpy(band.matrix), lines_LN.device)
+        # Weights of 22 bits times bytes: fp64 holds each sum exactly, in whatever order it is made.
+        sums = (matrix @ lines_LN[band.used].double()).add_(0.5)
+        made_LN[band.made] = sums.clamp_(0, 255).to(torch.uint8)
+    return made_LN.reshape(length, *image_LX3.shape[1:])
 
 
 def patchify(image_3HW: Tensor, patch_size: int, merge_size: int, frames: int) -> Tensor:
@@ -66,23 +67,34 @@ class Preprocessor:
         mean: Sequence[float],
         std: Sequence[float],
         device: torch.device,
+        dtype: torch.dtype,
         *,
         patch_size: int,
         merge_size: int = 1,
         frames: int = 1,
     ) -> None:
+        """On a GPU, compiles what any batch will need."""
         self.staging = Staging(device)
         """Where the pixels of a batch come from."""
-        self._mean_311 = torch.tensor(mean, device=device).reshape(3, 1, 1)
-        self._std_311 = torch.tensor(std, device=device).reshape(3, 1, 1)
-        self._patchify = partial(
-            patchify, patch_size=patch_size, merge_size=merge_size, frames=frames
-        )
+        # On the host: a GPU multiplies by 1 / 255 instead, and the last bits differ.
+        mean_31, std_31 = (torch.tensor(values).reshape(3, 1) for values in (mean, std))
+        levels_3V = (torch.arange(256) / 255 - mean_31) / std_31
+        self._levels_3V = levels_3V.to(dtype).to(device)
+        shape = {"patch_size": patch_size, "merge_size": merge_size, "frames": frames}
+        self._shape: dict[str, Any] = shape
+        if fused(self._levels_3V):
+            side = patch_size * merge_size
+            one = torch.zeros(3, dtype=torch.uint8, device=device)
+            self(one, [(1, 1)], [(side, side)])  # which takes both passes, so both kernels
 
     def __call__(
         self, pixels: Tensor, sizes: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]
     ) -> Tensor:
-        """Flat uint8 pixels of images of `sizes`, resized to `targets` -> float32 [P, C]."""
+        """Flat uint8 pixels of images of `sizes`, resized to `targets` -> [P, C] in the dtype."""
+        if fused(pixels):
+            from encoders.triton_pixels import patches_of  # absent beside torch for the CPU
+
+            return patches_of(pixels, sizes, targets, self._levels_3V, **self._shape)
         images = torch.split(pixels, [h * w * 3 for h, w in sizes])
         return torch.cat(
             [
@@ -92,5 +104,9 @@ class Preprocessor:
         )
 
     def _patches(self, image_HW3: Tensor, target: tuple[int, int]) -> Tensor:
-        unit_3HW = resize(image_HW3, *target) / 255
-        return self._patchify((unit_3HW - self._mean_311) / self._std_311)
+        planes_3N = resize(image_HW3, *target).permute(2, 0, 1).reshape(3, -1).int()
+        normalised_3N = self._levels_3V.new_empty(planes_3N.shape)
+        for channel in range(3):
+            levels_V, out_N = self._levels_3V[channel], normalised_3N[channel]
+            torch.index_select(levels_V, 0, planes_3N[channel], out=out_N)
+        return patchify(normalised_3N.reshape(3, *target), **self._shape)

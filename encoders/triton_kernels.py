@@ -125,59 +125,61 @@ def add_layer_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch: `x + scale * branch` and its LayerNorm; x itself where there is no branch."""
-    x_TD = _aligned(x_TD)
+    x_TD = aligned(x_TD)
     rows, width = x_TD.shape
     y_TD = torch.empty_like(x_TD)
     sum_TD = x_TD if branch_TD is None else torch.empty_like(x_TD)
-    branch_TD = None if branch_TD is None else _aligned(branch_TD)
+    branch_TD = None if branch_TD is None else aligned(branch_TD)
     block = triton.next_power_of_2(width)
     tensors = (x_TD, branch_TD, scale_D, weight_D, bias_D, sum_TD, y_TD)
     constants = {"D": width, "EPS": eps, "BLOCK": block, "num_warps": _warps(block)}
     # Else the product with the scale joins the sum, even in half precision, and is not rounded.
     constants["enable_fp_fusion"] = False
-    _launch(_add_layer_norm, rows, *tensors, **constants)
+    launch(_add_layer_norm, rows, *tensors, **constants)
     return sum_TD, y_TD
 
 
 def rotate_(qkv_T3HK: Tensor, place_T2: Tensor, turn_S2Q: Tensor) -> None:
     """Launch: turn q and k of a packed qkv where they lie."""
-    assert qkv_T3HK is _aligned(qkv_T3HK), "the rotation is in place, a copy would be lost"
+    assert qkv_T3HK is aligned(qkv_T3HK), "the rotation is in place, a copy would be lost"
     rows, _, heads, size = qkv_T3HK.shape
     block_heads, block_half = (triton.next_power_of_2(n) for n in (2 * heads, size // 2))
     constants = {"HEADS": heads, "HALF": size // 2}
     constants |= {"BLOCK_HEADS": block_heads, "BLOCK_HALF": block_half}
     constants |= {"num_warps": _warps(block_heads * block_half)}
-    _launch(_rotate, rows, qkv_T3HK, _aligned(place_T2), _aligned(turn_S2Q), **constants)
+    launch(_rotate, rows, qkv_T3HK, aligned(place_T2), aligned(turn_S2Q), **constants)
 
 
 def gelu(x_TF: Tensor, *, tanh: bool) -> Tensor:
     """Launch: GELU of every value."""
-    x_TF = _aligned(x_TF)
+    x_TF = aligned(x_TF)
     rows, width = x_TF.shape
     y_TF = torch.empty_like(x_TF)
     constants = {"F": width, "TANH": tanh, "BLOCK": GELU_BLOCK, "num_warps": 4}
-    _launch(_gelu, triton.cdiv(rows * width, GELU_BLOCK), x_TF, y_TF, rows, **constants)
+    launch(_gelu, triton.cdiv(rows * width, GELU_BLOCK), x_TF, y_TF, rows, **constants)
     return y_TF
 
 
 def add_positions(x_TD: Tensor, table_GD: Tensor, cell_TQ: Tensor, weight_TQ: Tensor) -> Tensor:
     """Launch: `x` plus weighted rows of a table."""
-    x_TD = _aligned(x_TD)
+    x_TD = aligned(x_TD)
     rows, width = x_TD.shape
     y_TD = torch.empty_like(x_TD)
     taps, block = cell_TQ.shape[1], triton.next_power_of_2(width)
-    tensors = (x_TD, table_GD, _aligned(cell_TQ), _aligned(weight_TQ), y_TD)
+    tensors = (x_TD, table_GD, aligned(cell_TQ), aligned(weight_TQ), y_TD)
     constants = {"D": width, "TAPS": taps, "BLOCK": block, "num_warps": _warps(taps * block)}
-    _launch(_add_positions, rows, *tensors, **constants)
+    launch(_add_positions, rows, *tensors, **constants)
     return y_TD
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """The same values, contiguous, from a place that asks for no variant of its own."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-def _launch(kernel: Any, programs: int, first: Tensor, *others: Any, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, first: Tensor, *others: Any, **constants: Any) -> None:
+    """Run so many programs of a kernel on the device of its first tensor."""
     # Triton launches on the current device, whatever the tensors' own is.
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         kernel[(programs,)](first, *others, **constants)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 NAN_ROW = 1
+Size = tuple[int, int]
 SIDE = 128
 """Places along a side, of a table of turns."""
 
@@ -59,3 +60,25 @@ def spoilt(x_TD: Tensor) -> Tensor:
 def others(x_TD: Tensor) -> Tensor:
     """The rows that `spoilt` left alone."""
     return torch.cat([x_TD[:NAN_ROW], x_TD[NAN_ROW + 1 :]])
+
+
+def resized(block: int) -> tuple[list[Size], list[Size]]:
+    """Sizes and targets of images that need every kind of passes; targets are whole blocks."""
+    one, two = block, 2 * block
+    pairs = [
+        ((one, two), (one, two)),  # nothing to resize
+        ((one, 37), (one, two)),  # columns alone
+        ((61, one), (two, one)),  # rows alone
+        ((2 * one + 1, 33), (two, one)),  # columns first
+        ((5 * one, one + 3), (one, one)),  # rows first
+        ((1, 1), (one, one)),
+        ((3, 90), (one, two)),
+    ]
+    return [size for size, _ in pairs], [target for _, target in pairs]
+
+
+def noise(sizes: list[Size], device: str = "cpu") -> Tensor:
+    """Flat pixels of images of these sizes."""
+    generator = torch.Generator().manual_seed(10)
+    values = sum(3 * height * width for height, width in sizes)
+    return torch.randint(0, 256, (values,), generator=generator, dtype=torch.uint8).to(device)

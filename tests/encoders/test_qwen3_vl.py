@@ -166,7 +166,13 @@ def grids_of(images: list[Pixels]) -> list[GridTHW]:
 def our_patches(batch: PackedBatch, frames: int = 2) -> Tensor:
     """Patches of a batch through the project's own preprocessing."""
     preprocess = Preprocessor(
-        MEAN, STD, torch.device("cpu"), patch_size=PATCH, merge_size=MERGE, frames=frames
+        MEAN,
+        STD,
+        torch.device("cpu"),
+        torch.float32,
+        patch_size=PATCH,
+        merge_size=MERGE,
+        frames=frames,
     )
     return preprocess(torch.from_numpy(batch.pixels), batch.sizes, batch.sizes)
 
