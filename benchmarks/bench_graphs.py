@@ -158,6 +158,8 @@ def sweep(bench: Bench) -> dict[str, Any]:
                     equal += same_bits(rows, bench.forward.eager(patches, call))
                 checks += 1
                 replayed += runner.stats().hits - hits
+            if index % 20 == 0:
+                sys.stderr.write(f"{index} layouts: {equal} of {checks} equal\n")
     stats = runner.stats()
     return {
         "case": "sweep",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from encoders.config import EncoderConfig
-from encoders.forward import Forward, Results
+from encoders.forward import Forward, Results, WayBack
 from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
 from encoders.packing import Call, Output, PackedBatch
@@ -36,6 +36,7 @@ class Encoder:
         self._profile = GraphProfile(graphs.profile, config, forward.tower.num_prefix)
         self.graphs.capture_now(self._profile.read() or self.graphs.usual_calls())
         self._device = forward.device
+        self._way_back = WayBack(forward.device)
         self._tower = tower = forward.tower
         self._preprocess = Preprocessor(
             config.image_mean,
@@ -70,12 +71,13 @@ class Encoder:
     ) -> Results:
         """`encode` that does not wait for a GPU: the next batch may be started behind it."""
         with self.graphs.on_stream():
-            begin = Results.begin(self._device)
+            begin = self._way_back.begin()
             rows = self.forward(batch, output)
             if output == "pooled" and self.config.normalize:
                 rows = F.normalize(rows, dim=-1)  # fp32: pooling widened them
             counts = None if output == "pooled" else self._tower.row_counts(batch.layout)
-            return Results(rows.to(DTYPES[dtype]), counts, batch.layout.order, begin)
+            packed = rows.to(DTYPES[dtype])
+            return Results(packed, counts, batch.layout.order, begin, self._way_back)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, output: Output, pixels: Tensor | None = None) -> Tensor:

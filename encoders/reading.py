@@ -2,7 +2,7 @@
 
 from encoders.config import EncoderConfig
 from encoders.image import ImageHeader, decode_rgb, read_header
-from encoders.packing import GridTHW, Pixels
+from encoders.packing import GridTHW, Pixels, num_patches
 from encoders.sizes import grid_thw
 
 CUTS = (8, 4, 2)
@@ -22,6 +22,11 @@ def read(data: bytes, config: EncoderConfig) -> tuple[Pixels, GridTHW]:
         height, width = header.height, header.width
         height, width = (width, height) if turned else (height, width)
     return pixels, grid_thw(config, height, width)
+
+
+def patches_by_header(header: ImageHeader, config: EncoderConfig) -> int:
+    """Patches that an image will become."""
+    return num_patches(grid_thw(config, header.height, header.width))
 
 
 def jpeg_cut(header: ImageHeader, config: EncoderConfig) -> int:

@@ -70,7 +70,11 @@ class Moment:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Its copy on the host, in memory of its own; from a GPU it is under way when this returns."""
+    """Its copy on the host, in memory of its own; from a GPU it is under way when this returns.
+
+    Not for a stream that is ever captured. Whoever drops the copy makes torch record an event on
+    the stream that filled it, from any thread and at any time: amid a capture, into the graph.
+    """
     if not tensor.is_cuda:
         return tensor.cpu()
     # torch keeps pinned memory that is dropped, and gives it away again: none is allocated anew.

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from encoders.config import EncoderConfig, ImageLimits
 from encoders.errors import EncoderError
 from encoders.image import ImageHeader, read_header
-from encoders.packing import GridTHW, Pixels, num_patches
-from encoders.reading import read
-from encoders.sizes import grid_thw
+from encoders.packing import GridTHW, Pixels
+from encoders.reading import patches_by_header, read
 from serve_app.metrics import timed
 from serve_app.service import ImageItem
 
@@ -25,7 +24,7 @@ def read_headers(images: Sequence[ImageItem], limits: ImageLimits) -> list[Image
 def count_patches(images: Sequence[ImageItem], config: EncoderConfig) -> int:
     """Patches that they will become, by their headers. Raises a named `RequestError`."""
     headers = read_headers(images, config.limits)
-    return sum(num_patches(grid_thw(config, x.height, x.width)) for x in headers)
+    return sum(patches_by_header(header, config) for header in headers)
 
 
 def decode(item: ImageItem, config: EncoderConfig) -> tuple[Pixels, GridTHW]:

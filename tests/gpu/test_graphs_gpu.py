@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.bench_encoder import SUBJECTS, build
 from encoders import transfer
 from encoders.config import GraphSettings
-from encoders.forward import Forward
+from encoders.forward import Forward, Results, WayBack
 from encoders.graph_runner import GraphRunner
 from encoders.packing import Call, Output, PackedLayout, num_patches
 from encoders.transfer import same_bits
@@ -257,6 +257,49 @@ def test_captures_that_always_fail_end_and_lose_bounded_memory(forward: Forward)
     assert runner.stats().failures == 8
     assert runner.stats().misses["disabled"] > 0
     assert max(used) - used[0] < 1 << 29  # each failure may leak what its pool held
+
+
+class Dropping:
+    """A tower that drops results of an earlier batch while it is captured, in another thread."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._tower = forward.tower
+        self.kept = list[Tensor]()
+        self.dropped = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tower, name)
+
+    def __call__(self, *args: object) -> Tensor:
+        rows = self._tower(*args)
+        if self.kept and torch.cuda.is_current_stream_capturing():
+            self.dropped += len(self.kept)
+            thread = threading.Thread(target=self.kept.clear)
+            thread.start()
+            thread.join()
+        return rows
+
+
+def test_results_may_be_dropped_while_a_graph_is_captured(forward: Forward) -> None:
+    tower, way_back = Dropping(forward), WayBack(CUDA)
+    forward = Forward(tower, forward.backend, CUDA, torch.bfloat16)
+    runner = runner_of(forward)
+    seen, calls = call_of(forward, SMALL), [call_of(forward, grids) for grids in (LARGE, MIX)]
+
+    for seed, call in enumerate([*calls, *calls]):
+        with runner.on_stream():
+            rows = runner.run(patches_for(forward, seen, seed), seen)
+            results = Results(rows, None, range(len(rows)), way_back.begin(), way_back)
+        expected = rows.cpu()
+        tower.kept = results.wait()
+        assert torch.equal(torch.stack(tower.kept), expected)
+        del results
+        capture(runner, forward, call)
+        torch.empty(1 << 16, pin_memory=True)  # torch asks after what was dropped
+
+    assert tower.dropped > 0
+    assert runner.stats().failures == 0
+    assert all(exact(runner, forward, call, 9) for call in (seen, *calls))
 
 
 def used_bytes() -> int:
