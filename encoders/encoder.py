@@ -76,10 +76,25 @@ class Encoder:
         return [result for _, result in arrived]
 
     @torch.inference_mode()
-    def forward(self, batch: PackedBatch, output: Output) -> Tensor:
-        """The tower's rows on the device, in packed order. Waits for nothing."""
+    def forward(self, batch: PackedBatch, output: Output, pixels: Tensor | None = None) -> Tensor:
+        """The tower's rows on the device, in packed order. Waits for nothing.
+
+        `pixels` are those of `upload`, if they are there already.
+        """
         with self.graphs.on_stream():
-            return self.graphs.run(self._patches(batch), Call(batch.layout, output))
+            pixels = self.upload(batch) if pixels is None else pixels
+            return self.graphs.run(self._patches(batch, pixels), Call(batch.layout, output))
+
+    @torch.inference_mode()
+    def upload(self, batch: PackedBatch) -> Tensor:
+        """A batch's pixels on the device: uint8, flat. Waits for nothing."""
+        # Ray hands over read-only, pageable memory; this copy is torch's own, and pinned.
+        pixels = torch.empty(
+            batch.pixels.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+        )
+        pixels.numpy()[:] = batch.pixels
+        with self.graphs.on_stream():
+            return pixels.to(self._device, non_blocking=True)
 
     def idle(self, *, may_rebuild: bool = True) -> bool:
         """Take one step of what no batch should wait for; whether there is another to take.
@@ -92,14 +107,7 @@ class Encoder:
             self._profile.write(self.graphs.hottest())
         return more
 
-    def _patches(self, batch: PackedBatch) -> Tensor:
-        # Ray hands over read-only, pageable memory; this copy is torch's own, and pinned.
-        pixels = torch.empty(
-            batch.pixels.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-        )
-        pixels.numpy()[:] = batch.pixels
+    def _patches(self, batch: PackedBatch, pixels: Tensor) -> Tensor:
         side = self.config.patch_size
         targets = [(rows * side, columns * side) for _, rows, columns in batch.layout.grid_thw]
-        return self._preprocess(
-            pixels.to(self._device, non_blocking=True), batch.sizes, targets
-        ).to(self._dtype)
+        return self._preprocess(pixels, batch.sizes, targets).to(self._dtype)
