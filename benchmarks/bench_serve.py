@@ -60,7 +60,6 @@ from benchmarks.serving.plans import LOAD_SHARE, PLANS, SAFETENSORS, Service, Sh
 from benchmarks.serving.report import Report
 from benchmarks.serving.service import (
     DEPLOYMENTS,
-    MALLOC,
     PROXIES,
     UP_S,
     Server,
@@ -68,16 +67,19 @@ from benchmarks.serving.service import (
     app_arguments,
 )
 from encoders.config import EncoderConfig
+from serve_app.production import MALLOC
 from serve_app.waiting import BatchLimits
 
 BARE_S = 2.0
 """Of each measurement of the Encoder alone."""
+BARE_SHARE = 0.4
+"""Of the budget, after which it is left alone."""
 START_S = 45.0
 """What a start is thought to take until one was seen."""
 END_S = 12.0
 """Kept for the last service's end."""
-REQUESTS_S = 60.0
-"""What watching memory is thought to take at least."""
+REQUESTS_S = 15.0
+"""What watching memory takes at least; it is cut short by the budget."""
 
 
 class Bench:
@@ -114,7 +116,7 @@ class Bench:
             asked = [] if self._options.no_bare else list(wants)
             found, machine, loaded = in_child(
                 bare.measure_bare, encoder, self._options.device, used, asked, limits,
-                BARE_S, into,
+                BARE_S, into, self._deadline - (1 - BARE_SHARE) * self._options.budget_s,
             )  # fmt: skip
             self._encoders[encoder] = loaded, EncoderConfig.load(loaded).name
             self._report.bare += found
@@ -137,7 +139,7 @@ class Bench:
         loaded = Service(path, service.topology, service.proxy, service.graphs, service.gpus)
         with services.served(loaded, min(UP_S, self.left())) as server:
             self._start_s = time.monotonic() - begin
-            sys.stderr.write(f"up after {self._start_s:.1f} s: {service}\n")
+            sys.stderr.write(f"up after {self._start_s:.1f} s: {service.told}\n")
             started = memory(server.pid)
             for shot in shots:
                 if self.left() < self._cost(shot):
@@ -191,12 +193,13 @@ class Bench:
         self._report.write()
 
     def _cost(self, shot: Shot) -> float:
-        watched = REQUESTS_S if shot.requests is not None else 0.0
-        return max(WARM_UP_S + float(self._options.seconds) + 1.0, watched)
+        if shot.requests is not None:
+            return REQUESTS_S
+        return WARM_UP_S + float(self._options.seconds) + 1.0
 
     def _miss(self, service: Service, shots: Sequence[Shot], why: str) -> None:
         for shot in shots:
-            line = f"{service} {shot}: {why}"
+            line = f"{service.told}: {shot.told}: {why}"
             sys.stderr.write(f"not measured: {line}\n")
             self._report.missing.append(line)
         self._report.write()
@@ -247,7 +250,7 @@ def run(options: argparse.Namespace, report: Report, deadline: float) -> None:
                 bench.stage(services, service, shots, generators, machine.num_gpus)
             except Exception as error:  # the others are measured all the same
                 traceback.print_exc()
-                report.missing.append(f"{service}: {error!r}")
+                report.missing.append(f"{service.told}: {error!r}")
                 report.write()
                 generators.end()  # they may still hold what nobody fetched
                 generators = Generators(images, options.clients)
@@ -259,6 +262,7 @@ def wishes(options: argparse.Namespace) -> Wanted:
     """What plans read of the command line."""
     return Wanted(
         encoder=options.encoder,
+        small_encoder=options.small_encoder,
         topologies=options.topologies and tuple(options.topologies),
         proxies=tuple(options.proxies),
         cases=options.cases and tuple(options.cases),
@@ -277,7 +281,7 @@ def conditions(options: argparse.Namespace) -> dict[str, str]:
     replicas = ", ".join(f"{name} {n}" for name, n in options.replicas.items()) or "1 of each"
     about = {
         "encoder": Path(options.encoder).stem
-        + (options.random_weights and ", random weights" or ""),
+        + (", random weights" if options.random_weights else ""),
         "hardware": "?",
         "torch": version("torch"),
         "ray": version("ray"),
@@ -320,6 +324,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--plan", type=words, default=["sweep"], help="names from above, comma-separated")
     add("--budget-s", type=float, default=3600.0, help="for all of it")
     add("--encoder", help="a shipped name, or a YAML file")
+    add("--small-encoder", default="dinov2-demo", help="of the plan small")
     add("--random-weights", action="store_true", help="of the released shape, made here")
     add("--like", type=Path, help="a Serve file whose limits and encoder to take")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")

@@ -99,8 +99,12 @@ def measure_bare(
     limits: BatchLimits,
     seconds: float,
     random_into: Path | None,
+    until: float,
 ) -> tuple[list[Bare], Machine, str]:
-    """Load the Encoder and measure every want. Also which configuration it was."""
+    """Load the Encoder and measure wants, as many as begin by the moment `until`.
+
+    Also which configuration it was.
+    """
     import torch
 
     from benchmarks.serving.weights import write_random
@@ -116,6 +120,9 @@ def measure_bare(
     if wants:
         loaded = Encoder.load(config, device)
         for want in wants:
+            if time.monotonic() > until:
+                sys.stderr.write(f"not measured: {want}: no time\n")
+                continue
             try:
                 one = measure_one(loaded, want, images[want.case], limits, seconds)
             except RuntimeError:  # out of memory, say: the others are measured all the same

@@ -63,7 +63,7 @@ def thread_seconds(pids: list[int]) -> dict[tuple[int, int], tuple[str, float]]:
         for path in Path(f"/proc/{pid}/task").glob("*/stat"):
             if (fields := stat(path)) is not None:
                 tid = int(path.parent.name)
-                name = "main" if tid == pid else thread_name(path.parent)
+                name = "main" if tid == pid else f"{thread_name(path.parent)} {tid}"
                 found[pid, tid] = name, spent(fields)
     return found
 

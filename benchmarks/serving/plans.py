@@ -5,6 +5,7 @@ Plans that want the same service share it, and a load that two of them want runs
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 CALLERS = {"224x224": 64, "512x512": 64, "768x1024": 32, "2048x1600": 16, "mix": 32}
 """Callers of a closed loop that keep one GPU busy and wait less than the warm-up, by case."""
@@ -15,7 +16,6 @@ LONE = "512x512"
 LOAD_SHARE = 0.8
 SMALL_CAPACITY = 2
 """Graphs that are too few for any mix of sizes."""
-SMALL_ENCODER = "dinov2-demo"
 SMALL_IMAGES, SMALL_CALLERS = 32, 16
 SAFETENSORS = "application/vnd.safetensors"
 
@@ -31,6 +31,12 @@ class Service:
     """What `ENCODER_*` variables override in the encoder's graph settings."""
     gpus: int = 1
     """Encoders, and the GPUs that Ray is given if the machine has any."""
+
+    @property
+    def told(self) -> str:
+        """In a line of text."""
+        name = PurePath(self.encoder).stem
+        return f"{name} {self.topology} {self.proxy} {self.graphs_told} {self.gpus} GPUs"
 
     @property
     def graphs_told(self) -> str:
@@ -55,6 +61,13 @@ class Shot:
     accept: str = "application/x-npy"
 
     @property
+    def told(self) -> str:
+        """In a line of text."""
+        how_many = self.concurrency or self.rate or f"{self.of_best:.0%} of the best"
+        times = f" x {self.images_per_request}" if self.images_per_request > 1 else ""
+        return f"{self.plan} {self.case} {self.output}, {how_many}{times}"
+
+    @property
     def output(self) -> str:
         """What the service is asked for."""
         return "patch" if "output=patch" in self.query else "pooled"
@@ -70,6 +83,7 @@ class Wanted:
     """What the command line leaves open."""
 
     encoder: str
+    small_encoder: str
     topologies: tuple[str, ...] | None
     proxies: tuple[str, ...]
     cases: tuple[str, ...] | None
@@ -168,7 +182,7 @@ def small(wanted: Wanted) -> Pairs:
         for case in wanted.cases_or("224x224"):
             for callers in wanted.concurrencies or (SMALL_CALLERS,):
                 shot = Shot("small", case, SMALL_IMAGES, concurrency=callers)
-                yield Service(SMALL_ENCODER, topology), shot
+                yield Service(wanted.small_encoder, topology), shot
 
 
 def gpus(wanted: Wanted) -> Pairs:

@@ -23,6 +23,7 @@ import yaml
 
 from benchmarks.serving.meters import cpu_seconds
 from benchmarks.serving.plans import Service
+from serve_app.production import MALLOC
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOYMENTS = {
@@ -36,8 +37,6 @@ UP_S = 600.0
 DOWN_S = 60.0
 STORE_BYTES = 1 << 30, 16 << 30
 """Of Ray's object store: at least, and at most, of half of the shared memory."""
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "536870912", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
-"""As `python -m serve_app --production` sets them: large buffers are not mapped anew each time."""
 PORTS = count(30_000, 50)
 """Of replicas: a range for each service, since one may still be ending when the next starts."""
 
@@ -74,6 +73,7 @@ def environment(service: Service, folder: str, ports: Sequence[int]) -> dict[str
     own = {
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 49),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[0]),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[1]),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
@@ -187,7 +187,7 @@ class Services:
         num_gpus = wanted["Encoder"] if self._device == "cuda" else 0
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
-        http_port, *ports = free_ports(3)
+        http_port, *ports = free_ports(4)
         folder = tempfile.mkdtemp(prefix="bench-")
         env = environment(service, folder, ports)
         process = spawn.Process(
@@ -198,7 +198,7 @@ class Services:
         deadline = time.monotonic() + up_s
         try:
             if not ours.poll(up_s):
-                raise TimeoutError(f"{service} was not up within {up_s:.0f} s")
+                raise TimeoutError(f"{service.told} was not up within {up_s:.0f} s")
             ours.recv()
             base = f"http://127.0.0.1:{http_port}"
             wait_until_ready(base, deadline)
