@@ -160,6 +160,7 @@ class Sender:
 
 async def drive(load: Load, images: Sequence[bytes], window: Window, seed: int) -> Outcome:
     """Send from now, which warms up, to the window's end or the last request."""
+    before = time.process_time()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(
@@ -177,7 +178,7 @@ async def drive(load: Load, images: Sequence[bytes], window: Window, seed: int) 
                 group.create_task(loop)
         if load.requests is not None:
             cpu.cancel()  # there the window's end is only the latest
-            return Outcome(sender.samples, time.process_time())
+            return Outcome(sender.samples, time.process_time() - before)
     return Outcome(sender.samples, await cpu)
 
 
@@ -194,11 +195,7 @@ def generate(pipe: Connection, images: Mapping[str, Sequence[bytes]], seed: int)
     pipe.send(None)
     while (task := pipe.recv()) is not None:
         load, case, window = task
-        before = time.process_time()
-        outcome = asyncio.run(drive(load, images[case], window, seed))
-        if load.requests is not None:
-            outcome = outcome._replace(cpu_s=outcome.cpu_s - before)
-        pipe.send(outcome)
+        pipe.send(asyncio.run(drive(load, images[case], window, seed)))
 
 
 class Generators:
