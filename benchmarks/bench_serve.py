@@ -15,8 +15,8 @@ end. `lone forward` is one image's, waited for. `cpu_ms_per_image` is utime + st
 of Ray and the service, idle ones too. Apart from it, `generator_core` is the busiest load
 generator's share of a core: near 1 it is the limit itself. `other_cores` is what everybody else
 took of the machine meanwhile; --patience waits and repeats. `gpu_busy` is the mean of the driver's
-own samples. Where nothing was to be had, there is null. HAProxy listens on every interface while
-it runs.
+own samples. Where nothing was to be had, there is null. While HAProxy runs, its metrics and
+statistics are on every interface.
 
 Plans (benchmarks/serving/plans.py); several share services and repeat nothing:
   sweep       the given proxies, topologies, cases and concurrencies

@@ -69,6 +69,9 @@ def opened(config: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[st
     yield f"fallback: {host}:{fallback}, Ray's own proxy, asked by HAProxy while no replica is up"
     yield f"metrics: {EVERY}:{metrics}/metrics, of HAProxy, without a key"
     yield f"statistics: {EVERY}:{stats}/stats, of HAProxy, without a key"
+    if address := environ.get("RAY_ADDRESS"):
+        names = ", ".join(HAPROXY | MALLOC)
+        yield f"WARNING: the Ray at {address} runs already: {names} count if it started with them"
     keyless = [str(app.get("name", "default")) for app in applications(config) if not has_key(app)]
     if keyless and host not in LOOPBACK:
         yield (

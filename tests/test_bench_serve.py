@@ -212,6 +212,26 @@ def test_a_process_is_known_by_its_command_line(command: str, role: str) -> None
     assert meters.role(command) == role
 
 
+def test_gpus_are_busy_as_their_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        f"#!{sys.executable}\nimport time\nprint('[N/A]')\n"
+        "while True:\n    print(80)\n    print(100)\n    time.sleep(0.01)\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    begin = time.monotonic()
+
+    with meters.gpu_meter(2) as meter, meters.gpu_meter(0) as none:
+        while meter.busy(begin, time.monotonic()) is None:
+            assert time.monotonic() < begin + 30
+        time.sleep(0.1)
+        end = time.monotonic()
+
+    assert 85 <= (meter.busy(begin, end) or 0) <= 95
+    assert none.busy(begin, end) is None
+
+
 def test_memory_is_that_of_the_process() -> None:
     rss, own = meters.resident(os.getpid()) or (0.0, 0.0)
 

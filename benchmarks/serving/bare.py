@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from encoders.encoder import Encoder
 
 LONE_CALLS = 30
+MAX_STEPS = 1000
 NUM_BATCHES = 3
 """Different ones, one after another."""
 
@@ -168,8 +169,9 @@ def measure_one(
 
 def settle(encoder: "Encoder") -> None:
     """Capture whatever was asked for, as an idle replica does."""
-    while encoder.idle(may_rebuild=False):
-        pass
+    for _ in range(MAX_STEPS):
+        if not encoder.idle():
+            return
 
 
 def forwards_per_s(

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -194,21 +194,22 @@ class GpuMeter:
 
     def __init__(self, num_gpus: int) -> None:
         self._samples: list[tuple[float, float]] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         if num_gpus and (tool := shutil.which("nvidia-smi")):
             query = [tool, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
             gpus = ",".join(map(str, range(num_gpus)))  # Ray lends the first ones
+            ours, theirs = os.openpty()  # to a pipe it would write once in a few kilobytes
             self._process = subprocess.Popen(
-                [*query, "-i", gpus, "-lms", "100"], stdout=subprocess.PIPE, text=True
+                [*query, "-i", gpus, "-lms", "100"], stdin=subprocess.DEVNULL, stdout=theirs
             )
-            threading.Thread(target=self._read, daemon=True).start()
+            os.close(theirs)
+            threading.Thread(target=self._read, args=(ours,), daemon=True).start()
 
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.strip().isdigit():
-                self._samples.append((time.monotonic(), float(line)))
+    def _read(self, terminal: int) -> None:
+        with suppress(OSError), os.fdopen(terminal) as lines:  # it ends with an error
+            for line in lines:
+                if line.strip().isdigit():
+                    self._samples.append((time.monotonic(), float(line)))
 
     def busy(self, begin: float, end: float) -> float | None:
         """Mean percent of the samples between two moments."""

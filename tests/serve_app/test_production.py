@@ -56,3 +56,9 @@ def test_every_port_is_told_and_a_missing_key_is_a_warning(
 
 def test_a_file_without_a_host_is_served_on_every_interface() -> None:
     assert next(production.opened({}, {})) == "requests: 0.0.0.0:8000, by HAProxy"
+
+
+def test_a_ray_that_runs_already_is_a_warning() -> None:
+    lines = list(production.opened({}, {"RAY_ADDRESS": "10.0.0.1:6379"}))
+
+    assert any("the Ray at 10.0.0.1:6379 runs already" in line for line in lines)
