@@ -4,6 +4,7 @@ A closed loop keeps a number of callers busy: each sends its next request when t
 It shows what the service can do, and hides waiting, since a slow service is asked less often.
 An open loop sends at Poisson times of a given rate, answered or not. Its latencies count from the
 intended arrival, so neither a service that stalls nor a generator that is late can hide it.
+Answers are counted and dropped as they arrive: nothing parses them.
 """
 
 import asyncio
@@ -11,26 +12,25 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from io import BytesIO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
-import skimage
-from PIL import Image
 
-PHOTOS = (
-    "astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg",
-    "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg",
-)  # fmt: skip
+from benchmarks.serving.images import share
+
 BOUNDARY = b"bench-serve-boundary"
-TIMEOUT_S = 60.0
+NPY = "application/x-npy"
+NPY_MAGIC = b"\x93NUMPY"
+TIMEOUT_S = 30.0
 UP_S = 60.0
 """How long a generator may take to start."""
+DOWN_S = TIMEOUT_S + 5
+READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,19 @@ class Load:
     images_per_request: int
     concurrency: int | None = None
     rate: float | None = None
+    requests: int | None = None
+    """Of a closed loop, after which it ends."""
+    accept: str = NPY
 
     def share(self, index: int, processes: int) -> "Load":
         """The part of one of several generators. Poisson streams add up to a Poisson stream."""
         if self.concurrency is None:
             assert self.rate is not None
-            return Load(self.url, self.images_per_request, rate=self.rate / processes)
+            return replace(self, rate=self.rate / processes)
         callers = len(range(index, self.concurrency, processes))
-        return Load(self.url, self.images_per_request, concurrency=callers)
+        active = min(processes, self.concurrency)
+        requests = self.requests and len(range(index, self.requests, active))
+        return replace(self, concurrency=callers, requests=requests)
 
 
 class Sample(NamedTuple):
@@ -57,6 +62,8 @@ class Sample(NamedTuple):
     since: float
     until: float
     ok: bool
+    num_bytes: int = 0
+    """Of the answer's body."""
 
 
 class Window(NamedTuple):
@@ -84,26 +91,7 @@ class Summary(NamedTuple):
     p50_ms: float
     p99_ms: float
     errors: int
-
-
-def jpegs(case: str, count: int) -> list[bytes]:
-    """Distinct JPEGs of quality 90, "HEIGHTxWIDTH": parts of photographs, the same every time."""
-    height, width = map(int, case.split("x"))
-    folder = Path(skimage.__file__).parent / "data"
-    photos = [Image.open(folder / name).convert("RGB") for name in PHOTOS]
-    rng = random.Random(0)
-    return [jpeg(photo, width, height, rng) for photo in islice(cycle(photos), count)]
-
-
-def jpeg(photo: Image.Image, width: int, height: int, rng: random.Random) -> bytes:
-    """A part of a photo, somewhere and of some size, brought to the wanted one."""
-    scale = min(photo.width / width, photo.height / height) * rng.uniform(0.5, 1)
-    left = rng.uniform(0, photo.width - scale * width)
-    top = rng.uniform(0, photo.height - scale * height)
-    box = (left, top, left + scale * width, top + scale * height)
-    file = BytesIO()
-    photo.resize((width, height), Image.Resampling.BICUBIC, box).save(file, "JPEG", quality=90)
-    return file.getvalue()
+    bytes_per_s: float = 0.0
 
 
 def bodies(images: Sequence[bytes], per_request: int) -> Iterator[bytes]:
@@ -135,26 +123,31 @@ class Sender:
         self.samples: list[Sample] = []
         self._session = session
         self._url = load.url
+        self._left = math.inf if load.requests is None else load.requests
         self._bodies = bodies(images, load.images_per_request)
         kind = "image/jpeg"
         if load.images_per_request > 1:
             kind = f"multipart/form-data; boundary={BOUNDARY.decode()}"
-        self._headers = {"Content-Type": kind, "Accept": "application/x-npy"}
+        self._headers = {"Content-Type": kind, "Accept": load.accept}
+        self._magic = NPY_MAGIC if load.accept == NPY else b""
 
     async def send(self, since: float) -> None:
         """One request and its whole answer."""
-        body, ok = next(self._bodies), False
+        body, ok, first, size = next(self._bodies), False, b"", 0
         try:
             async with self._session.post(self._url, data=body, headers=self._headers) as reply:
-                answer = await reply.read()
-                ok = reply.status == 200 and answer.startswith(b"\x93NUMPY")
+                async for chunk in reply.content.iter_any():
+                    first = first or chunk
+                    size += len(chunk)
+                ok = reply.status == 200 and size > 0 and first.startswith(self._magic)
         except (aiohttp.ClientError, TimeoutError):
             pass  # the sample says so
-        self.samples.append(Sample(since, time.monotonic(), ok))
+        self.samples.append(Sample(since, time.monotonic(), ok, size))
 
     async def call(self, until: float) -> None:
         """One caller of a closed loop."""
-        while (now := time.monotonic()) < until:
+        while (now := time.monotonic()) < until and self._left > 0:
+            self._left -= 1
             await self.send(now)
 
     async def arrive(self, rate: float, until: float, rng: random.Random) -> None:
@@ -166,21 +159,27 @@ class Sender:
 
 
 async def drive(load: Load, images: Sequence[bytes], window: Window, seed: int) -> Outcome:
-    """Send from now, which warms up, to the window's end."""
+    """Send from now, which warms up, to the window's end or the last request."""
+    before = time.process_time()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, read_bufsize=READ_BYTES
+    ) as session:
         sender = Sender(session, load, images)
         if load.concurrency is None:
             assert load.rate is not None
             loops = [sender.arrive(load.rate, window.end, random.Random(seed))]
         else:
             loops = [sender.call(window.end) for _ in range(load.concurrency)]
+        cpu = asyncio.create_task(own_cpu(window))
         async with asyncio.TaskGroup() as group:
-            cpu_s = group.create_task(own_cpu(window))
             for loop in loops:
                 group.create_task(loop)
-    return Outcome(sender.samples, cpu_s.result())
+        if load.requests is not None:
+            cpu.cancel()  # there the window's end is only the latest
+            return Outcome(sender.samples, time.process_time() - before)
+    return Outcome(sender.samples, await cpu)
 
 
 async def own_cpu(window: Window) -> float:
@@ -191,24 +190,25 @@ async def own_cpu(window: Window) -> float:
     return time.process_time() - before
 
 
-def generate(pipe: Connection, load: Load, images: Sequence[bytes], seed: int) -> None:
-    """A generator's process: it says that it is up, is told when to run, and hands back."""
+def generate(pipe: Connection, images: Mapping[str, Sequence[bytes]], seed: int) -> None:
+    """A generator's process: it says that it is up, and takes one load after another."""
     pipe.send(None)
-    window = pipe.recv()
-    pipe.send(asyncio.run(drive(load, images, window, seed)))
+    while (task := pipe.recv()) is not None:
+        load, case, window = task
+        pipe.send(asyncio.run(drive(load, images[case], window, seed)))
 
 
 class Generators:
-    """The processes of one measurement."""
+    """Processes that stay up for many measurements, each with its part of every case's images."""
 
-    def __init__(self, load: Load, images: Sequence[bytes], processes: int) -> None:
+    def __init__(self, images: Mapping[str, Sequence[bytes]], processes: int) -> None:
         spawn = multiprocessing.get_context("spawn")  # a fork would inherit threads and sockets
         pairs = [spawn.Pipe() for _ in range(processes)]
         self._pipes = [ours for ours, _ in pairs]
         self._processes = [
             spawn.Process(
                 target=generate,
-                args=(theirs, load.share(i, processes), images[i::processes], i),
+                args=(theirs, {c: share(x, c, i, processes) for c, x in images.items()}, i),
                 daemon=True,
             )
             for i, (_, theirs) in enumerate(pairs)
@@ -221,17 +221,23 @@ class Generators:
                 raise TimeoutError(f"a load generator was not up within {UP_S:g} s")
             pipe.recv()
 
-    def start(self, window: Window) -> None:
+    def start(self, load: Load, case: str, window: Window) -> None:
         """All at once."""
-        for pipe in self._pipes:
-            pipe.send(window)
+        for index, pipe in enumerate(self._pipes):
+            pipe.send((load.share(index, len(self._pipes)), case, window))
 
     def outcomes(self) -> list[Outcome]:
-        """What each saw; they have ended then."""
-        outcomes = [pipe.recv() for pipe in self._pipes]
+        """What each saw, when all are done."""
+        return [pipe.recv() for pipe in self._pipes]
+
+    def end(self) -> None:
+        """Let them end, or those that do not be ended."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
         for process in self._processes:
-            process.join()
-        return outcomes
+            process.join(DOWN_S)
+            process.kill()
 
 
 def summarize(samples: Sequence[Sample], window: Window, *, open_loop: bool) -> Summary:
@@ -240,14 +246,16 @@ def summarize(samples: Sequence[Sample], window: Window, *, open_loop: bool) -> 
     Latencies by the answers too in a closed loop, by the arrivals in an open one: those answered
     after the window are the slow ones.
     """
-    done = sum(sample.ok for sample in samples if window.has(sample.until))
+    seconds = window.end - window.begin
+    done = [sample for sample in samples if sample.ok and window.has(sample.until)]
     ours = [s for s in samples if window.has(s.since if open_loop else s.until)]
     times = sorted((sample.until - sample.since) * 1e3 for sample in ours if sample.ok)
     return Summary(
-        requests_per_s=done / (window.end - window.begin),
+        requests_per_s=len(done) / seconds,
         p50_ms=percentile(times, 50),
         p99_ms=percentile(times, 99),
         errors=len(ours) - len(times),
+        bytes_per_s=sum(sample.num_bytes for sample in done) / seconds,
     )
 
 

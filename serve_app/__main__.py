@@ -3,6 +3,8 @@
 `serve run` itself cuts its clients off: at once on SIGTERM, which it does not handle, and within
 a tenth of a second on SIGINT. Here both signals first tell every Ingress replica to refuse new
 images and to finish those that it has; then they become the interrupt that `serve run` expects.
+
+With `--production`, requests come by HAProxy, and the ports that this opens are told.
 """
 
 import logging
@@ -15,6 +17,9 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.scripts import cli
+
+from encoders.errors import ConfigError
+from serve_app import production
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,14 @@ def drain_and_interrupt(signum: int, _: FrameType | None) -> None:
 def main(arguments: list[str]) -> None:
     """Run `serve run` with these arguments in this process."""
     logging.basicConfig(format="%(message)s")
+    if production.FLAG in arguments:
+        try:
+            production.begin_again(arguments)
+            arguments = [word for word in arguments if word != production.FLAG]
+            for line in production.opened(production.read(arguments), os.environ):
+                logger.warning("production: %s", line)
+        except ConfigError as error:
+            sys.exit(str(error))
     # Ray sets a handler of its own for SIGTERM when it starts, so ours has to come after.
     ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="serve")
     for number in (signal.SIGINT, signal.SIGTERM):
