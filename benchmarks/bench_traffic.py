@@ -209,9 +209,9 @@ def cold(bench: Bench) -> dict[str, Any]:
     """The share of replays in a hundred batches, warm and with nothing but the profile."""
     settings = {"graph_mode": "budget", "admission": "gain", "max_patches": 16_384}
     chance = random.Random("cold")
-    calls = [batch("web", chance) for _ in range(500)]
-    warm = bench.runner(**settings)
-    feed(bench, warm, calls[:400])
+    calls = [batch("web", chance) for _ in range(300)]
+    warm = ready(bench)
+    feed(bench, warm, calls[:200])
     with tempfile.TemporaryDirectory() as folder:
         profile = GraphProfile(Path(folder) / "hot.json", CONFIG, bench.forward.tower.num_prefix)
         profile.write(warm.hottest())
@@ -220,7 +220,7 @@ def cold(bench: Bench) -> dict[str, Any]:
         other.capture_now(profile.read())
         captured_in = time.perf_counter() - start
     captured = other.stats().captures
-    shares = [feed(bench, runner, calls[400:]) for runner in (warm, other)]
+    shares = [feed(bench, runner, calls[200:]) for runner in (warm, other)]
     return {
         "case": "cold",
         "captured_before_ready": captured,

@@ -19,9 +19,9 @@ import asyncio
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, tee
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from encoders.config import GraphSettings
 from encoders.forward import Forward
 from encoders.graph_cache import LEAST_GAIN
 from encoders.graph_keys import Plan
+from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
 from encoders.graph_stats import Digest
 from encoders.packing import Call, Output, PackedLayout
@@ -42,7 +43,7 @@ from encoders.recorder import Measured
 from serve_app.engine import CAPTURE_EVERY_S
 from serve_app.waiting import BatchLimits, Waiting, WaitingImages
 from tests.fake_graphs import FakeRecorder
-from tests.traces import CONFIG, Arrival, Bursts, arrivals
+from tests.traces import BURSTS, CONFIG, Arrival, Bursts, arrivals
 
 EAGER_FLOOR_MS = 12.0
 REPLAY_MS = 0.3
@@ -193,6 +194,30 @@ def compare(
     return preferred, simulate(arrivals(trace, bursts), prefer_within_ms=0, **settings)
 
 
+def warm_and_cold(
+    trace: str, mode: str, *, before: int, batches: int, profile: Callable[[], GraphProfile]
+) -> tuple[float, float]:
+    """Shares of replayable images that are replayed in so many batches: by an encoder that has run
+    as many as `before`, and by one that starts with its profile. Both get the same arrivals.
+    """
+    settings = {"graph_mode": mode}
+    warm, limits = Encoder(**settings), BatchLimits()
+    warm.runner.capture_now(profile().read() or warm.runner.usual_calls())
+    world = World(arrivals(trace, BURSTS["calm"]), warm, limits)
+    world.run(before)
+    profile().write(warm.runner.hottest())
+    cold = Encoder(**settings)
+    cold.runner.capture_now(profile().read() or cold.runner.usual_calls())
+    other = World(world.fork(), cold, limits)
+    shares = []
+    for each in (world, other):
+        each.tally = Tally()
+        each.run(batches)
+        shares.append(each.tally.replayed / each.tally.replayable)
+        each.loop.close()
+    return shares[0], shares[1]
+
+
 class World:
     """Arrivals, what waits, and an encoder."""
 
@@ -206,6 +231,17 @@ class World:
         self._told: deque[tuple[float, Digest]] = deque()
         self._digest: Digest | None = None
         self._now_ms = self._free_ms = self._captured_ms = 0.0
+
+    def run(self, batches: int) -> None:
+        """So many steps."""
+        with torch.inference_mode():
+            for _ in range(batches):
+                self.step()
+
+    def fork(self) -> Iterator[Arrival]:
+        """What is to arrive yet, for another world too."""
+        self._trace, copy = tee(self._trace)
+        return chain([self._next], copy)
 
     def step(self) -> None:
         """Form a batch when a slot is free and something waits, and run it."""

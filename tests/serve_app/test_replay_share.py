@@ -4,12 +4,15 @@
 every machine. `python -m benchmarks.simulate_batches` prints more of them.
 """
 
+from pathlib import Path
+
 import pytest
 
 from encoders.graph_keys import Call, Planner
+from encoders.graph_profile import GraphProfile
 from encoders.packing import PackedLayout
 from tests import virtual_time
-from tests.traces import BURSTS, arrivals
+from tests.traces import BURSTS, CONFIG, arrivals
 
 BATCHES = 20_000
 
@@ -39,6 +42,21 @@ def test_under_load_a_preference_takes_no_throughput(trace: str, mode: str) -> N
     assert first_come.utilisation > 0.4
     assert preferred.encoder_ms_per_image < 1.01 * first_come.encoder_ms_per_image
     assert preferred.p99_answer_ms < 1.05 * first_come.p99_answer_ms
+
+
+@pytest.mark.parametrize(
+    ("trace", "mode"), [("web", "budget"), ("app", "budget"), ("app", "exact"), ("web", "exact")]
+)
+def test_an_encoder_that_starts_with_a_profile_replays_as_much_as_the_one_that_wrote_it(
+    trace: str, mode: str, tmp_path: Path
+) -> None:
+    def profile() -> GraphProfile:
+        return GraphProfile(tmp_path / "hot.json", CONFIG, 0)
+
+    warm, cold = virtual_time.warm_and_cold(trace, mode, before=2_000, batches=100, profile=profile)
+
+    assert cold > warm - 0.05
+    assert cold > (0.8 if mode == "budget" else 0)
 
 
 def test_the_model_takes_what_was_measured() -> None:
