@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.bench_encoder import SUBJECTS, build
 from encoders import transfer
 from encoders.config import GraphSettings
+from encoders.errors import ConfigError
 from encoders.forward import Forward, Results, WayBack
 from encoders.graph_runner import GraphRunner
 from encoders.packing import Call, Output, PackedLayout, num_patches
@@ -405,7 +406,10 @@ def test_nan_in_the_padding_of_a_budget_stays_there(forward: Forward) -> None:
 
 
 def test_an_images_bits_are_its_own_from_the_verified_size_on(forward: Forward) -> None:
-    runner = runner_of(forward, precision="invariant", **BUDGET)
+    try:
+        runner = runner_of(forward, precision="invariant", **BUDGET)
+    except ConfigError as error:  # it was tried, and is not promised
+        pytest.skip(str(error))
     floor = runner.stats().invariant_from
     assert floor is not None
     call = call_of(forward, [(32, 32), (24, 24), (4, 4), (16, 20), (2, 2)])
