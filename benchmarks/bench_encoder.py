@@ -136,7 +136,8 @@ def dinov2() -> Subject:
     config = transformers.Dinov2Config(
         hidden_size=384, num_attention_heads=6, image_size=518, patch_size=14
     )
-    model = transformers.Dinov2Model(config).to(torch.bfloat16)
+    model: nn.Module = transformers.Dinov2Model(config)
+    model.to(torch.bfloat16)
     whole = {"num_layers": None, "final_norm": True, "dtype": "bfloat16"}
     settings = EncoderConfig.load("dinov2-demo").model_copy(update=whole)
     return Subject(model, settings, config.to_dict())
@@ -252,9 +253,7 @@ def theirs(model: nn.Module, content: Tensor, layout: PackedLayout) -> Callable[
     return lambda: side_by_side(model(content, grid_thw=grid))
 
 
-def theirs_capturable(
-    model: nn.Module, content: Tensor, layout: PackedLayout
-) -> Callable[[], Tensor]:
+def theirs_capturable(model: Any, content: Tensor, layout: PackedLayout) -> Callable[[], Tensor]:
     """The same call with nothing left to derive: reading a layout back stops a capture."""
     if content.dim() == 4:
         return theirs(model, content, layout)
@@ -299,7 +298,7 @@ def register_varlen() -> None:
     ) -> tuple[Tensor, None]:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         cu, longest = options["cu_seq_lens_q"], options["max_length_q"]
-        out = varlen_attn(q, k, v, cu_seq_q=cu, cu_seq_k=cu, max_q=longest, max_k=longest)
+        out: Any = varlen_attn(q, k, v, cu_seq_q=cu, cu_seq_k=cu, max_q=longest, max_k=longest)
         return out.unsqueeze(0), None
 
     transformers.AttentionInterface.register(VARLEN, attend)
@@ -333,7 +332,7 @@ def parts(replay: Callable[[], Tensor], whole_ms: float, repeats: int = 5) -> di
         torch.cuda.synchronize()
     spent = dict.fromkeys((*GROUPS, "other"), 0.0)
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.profiler.DeviceType.CUDA:
             spent[group_of(event.name)] += event.time_range.elapsed_us() / 1e3 / repeats
     spent["between"] = max(0.0, whole_ms - sum(spent.values()))
     return {group: round(milliseconds, 3) for group, milliseconds in spent.items()}

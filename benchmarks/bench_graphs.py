@@ -25,13 +25,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_encoder import SUBJECTS, build, conditions, milliseconds, publish
 from torch import Tensor
 
+from benchmarks.bench_encoder import SUBJECTS, build, conditions, milliseconds, publish
 from encoders.captured import GraphMaker
 from encoders.config import GraphSettings
 from encoders.forward import Forward
@@ -276,7 +277,7 @@ def replay(bench: Bench, count: int) -> dict[str, Any]:
             for _ in range(10):
                 captured.graph.replay()
             torch.cuda.synchronize()
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in profile.events() if e.device_type == torch.profiler.DeviceType.CUDA]
     kernels = sum(event.device_time_total for event in events) / 10 / 1e3
     return {
         "case": f"replay {count}x512x512",
@@ -312,12 +313,15 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="results file without suffix: .md and .json")
     options = parser.parse_args()
     bench, rows = Bench(options.attention), list[dict[str, Any]]()
-    cases = [(replay, 1), (replay, 2), (replay, 4), (memory,), (sweep,), (trace,)]
-    for case, *arguments in cases:
-        if options.only not in (None, case.__name__):
+    cases = [
+        *(("replay", partial(replay, bench, count)) for count in (1, 2, 4)),
+        *((case.__name__, partial(case, bench)) for case in (memory, sweep, trace)),
+    ]
+    for name, case in cases:
+        if options.only not in (None, name):
             continue
         random.seed(0)
-        rows.append(case(bench, *arguments))
+        rows.append(case())
         sys.stderr.write(f"{json.dumps(rows[-1])}\n")
         torch.cuda.empty_cache()
     about = conditions(bench.device, "qwen3-vl", bench.forward.backend.name)

@@ -11,7 +11,7 @@ Every figure is the time of one call inside a graph of many calls, so launches c
 from pixels to patches alone are waited for one by one, with what the host does for them. The last
 line of stdout is one JSON document.
 
-usage: PYTHONPATH=. python benchmarks/bench_kernels.py [--only block,products] [--write NAME]
+usage: python benchmarks/bench_kernels.py [--only block,products] [--write NAME]
 """
 
 import argparse
@@ -25,14 +25,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.bench_encoder import MIXED, conditions, table
-from encoders import kernels, preprocess, triton_kernels
+from encoders import kernels, triton_kernels
 from encoders.attention import Attention, AttentionLayout
 from encoders.backends import choose_backend
 from encoders.errors import BackendUnavailable
@@ -139,7 +140,9 @@ def steps(rows: int) -> dict[str, Step]:
         "rotation": Step(lambda x: kernels.rotate_(x, *turning), (qkv,), 4 * plane + 8 * rows),
         # An identity for the product, which so costs nothing.
         "exact GELU": Step(
-            lambda x: kernels.linear_gelu(x, nn.Identity(), "none"), (mlp,), 4 * rows * HIDDEN
+            lambda x: kernels.linear_gelu(x, cast(nn.Linear, nn.Identity()), "none"),
+            (mlp,),
+            4 * rows * HIDDEN,
         ),
         "positions": Step(
             lambda x: kernels.add_positions(x, table_GD, cell, share), (flat,), 2 * plane
@@ -358,9 +361,8 @@ def preprocessing() -> tuple[list[str], Table]:
         pixels = torch.randint(0, 256, (values,), dtype=torch.uint8, device=CUDA)
         call = partial(run, pixels, sizes, targets)
         ours = waited_for(call)
-        preprocess.fused = lambda x: False
-        plain = waited_for(call)
-        preprocess.fused = kernels.fused
+        with patch("encoders.preprocess.fused", return_value=False):
+            plain = waited_for(call)
         plan = statistics.median(timed(partial(plan_pixels, sizes, targets, 16, 2)))
         lines.append([name, *(f"{us:.0f}" for us in (ours, plan, plain))])
         sys.stderr.write(f"{lines[-1]}\n")

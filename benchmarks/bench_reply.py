@@ -79,7 +79,8 @@ def serve_by_ray(port: int, mib: int) -> None:
 
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=300_000_000)
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    serve.run(serve.deployment(serve.ingress()(Sender)).bind(mib))
+    deployment: Any = serve.deployment(serve.ingress()(Sender))
+    serve.run(deployment.bind(mib))
 
 
 def fetch(port: int) -> tuple[int, float]:

@@ -13,8 +13,8 @@ Three cases on the tower of Qwen3-VL-32B with random weights, bf16, pooled outpu
 
 The last line of stdout is one JSON document.
 
-usage: PYTHONPATH=. python benchmarks/bench_traffic.py [--attention auto] [--batches 1000]
-       [--only CASE,CASE] [--write NAME]
+usage: python benchmarks/bench_traffic.py [--attention auto] [--batches 1000]
+        [--only CASE,CASE] [--write NAME]
 """
 
 import argparse
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_encoder import conditions, publish
-from bench_graphs import Bench, markdown
 from torch import Tensor
 
+from benchmarks.bench_encoder import conditions, publish
+from benchmarks.bench_graphs import Bench, markdown
 from encoders.graph_profile import GraphProfile
 from encoders.graph_runner import GraphRunner
 from encoders.packing import Call, GridTHW, PackedLayout, num_patches

@@ -140,7 +140,7 @@ def row_of(
     images_per_s = summary.requests_per_s * load.images_per_request
     outstanding = None if load.concurrency is None else load.concurrency * load.images_per_request
     alone = best_bare(bare, shot.case, shot.output, name, outstanding)
-    alone_per_s = alone and round(alone.images_per_s * service.gpus, 1)
+    alone_per_s = None if alone is None else round(alone.images_per_s * service.gpus, 1)
     lone_ms = lone_of(bare, shot.case, name) if load.images_per_request == 1 else None
     p50 = rounded(summary.p50_ms)
     is_lone = load.concurrency == 1 and shot.output == "pooled"

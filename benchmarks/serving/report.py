@@ -182,8 +182,8 @@ def comparisons(rows: Sequence[Row]) -> list[str]:
         if "split" in speeds and (part := ratio(speeds["split"], speeds.get("inline"))):
             lines.append(f"{name}: split does {part:.1%} of what inline does")
         for row in group:
-            same = [x for x in one if x.topology == row.topology]
-            if row.gpus > 1 and same and (times := times_of(row, same[-1])):
+            alike = [x for x in one if x.topology == row.topology]
+            if row.gpus > 1 and alike and (times := times_of(row, alike[-1])):
                 lines.append(f"{name}: {row.topology} on {row.gpus} GPUs, {times:.2f}x one")
     return lines
 
