@@ -31,4 +31,6 @@ bench:
 	python benchmarks/bench_encoder.py --model qwen3-vl
 	python benchmarks/bench_encoder.py --model dinov2
 	python benchmarks/bench_graphs.py
+	python benchmarks/bench_traffic.py
+	python benchmarks/bench_kernels.py
 	python benchmarks/bench_serve.py
