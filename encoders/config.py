@@ -121,7 +121,8 @@ class GraphSettings(Settings):
         None,
         description="file of the hottest keys: captured before ready, written when they change",
     )
-    max_patches: PositiveInt = 16_384
+    # No more, or the arena's widest layout would have a longer side than towers have turns for.
+    max_patches: PositiveInt = Field(16_384, le=131_072)
     max_images: PositiveInt = 64
     free_memory_floor: NonNegativeInt = Field(
         1 << 30, description="bytes of device memory below which nothing is captured"

@@ -18,7 +18,7 @@ def read(data: bytes, config: EncoderConfig) -> tuple[Pixels, GridTHW]:
     pixels = decode_rgb(data, config.limits, cut)
     height, width, _ = pixels.shape
     if cut > 1:  # the grid is that of the whole image, which may have been stored on its side
-        turned = (height > width) != (header.height > header.width)
+        turned = (height, width) != cut_sides(header, cut)
         height, width = header.height, header.width
         height, width = (width, height) if turned else (height, width)
     return pixels, grid_thw(config, height, width)
@@ -37,5 +37,15 @@ def jpeg_cut(header: ImageHeader, config: EncoderConfig) -> int:
     _, rows, columns = grid_thw(config, header.height, header.width)
     sides = (header.height, rows), (header.width, columns)
     needed = SPARE * config.patch_size
-    fitting = (c for c in CUTS if all(side // c >= needed * patches for side, patches in sides))
-    return next(fitting, 1)
+    for cut in CUTS:
+        height, width = cut_sides(header, cut)
+        # Of sides that differ and become equal nobody could tell whether they were exchanged.
+        told_apart = height != width or header.height == header.width
+        if told_apart and all(side // cut >= needed * patches for side, patches in sides):
+            return cut
+    return 1
+
+
+def cut_sides(header: ImageHeader, cut: int) -> tuple[int, int]:
+    """Height and width as they are stored, divided and rounded up as decoders do."""
+    return -(-header.height // cut), -(-header.width // cut)

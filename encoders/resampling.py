@@ -4,8 +4,9 @@ Host data only. Pillow computes weights in fp64 and rounds them to 22 bits behin
 that follows is whole numbers, so whoever uses these taps gets Pillow's bytes, on any device.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from functools import lru_cache
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ PRECISION_BITS = 22
 BAND = 32
 """Pixels that a `Band` makes: enough for a fast product, few enough for few zeros in it."""
 
-LONGEST_KEPT = 8192
-"""Pixels of the longest line whose taps are kept for the next image."""
+KEPT_BYTES = 128 * 1024 * 1024
+"""Of taps that are kept for the next image: some thousands of photographs' sizes."""
 
 SUPPORT = 2.0  # pixels to each side that a bicubic reaches, where an image grows
 
@@ -48,8 +49,7 @@ class Band(NamedTuple):
 
 def taps(old: int, new: int) -> Taps:
     """Taps of a line of `old` pixels resized to `new`. Not to be written to: they are shared."""
-    # Longer lines are rare, and a few hundred of them would fill a gigabyte.
-    return (_kept_taps if max(old, new) <= LONGEST_KEPT else _taps)(old, new)
+    return _kept(old, new)
 
 
 def _taps(old: int, new: int) -> Taps:
@@ -70,7 +70,34 @@ def _taps(old: int, new: int) -> Taps:
     return Taps(starts, counts, rounded)
 
 
-_kept_taps = lru_cache(maxsize=512)(_taps)
+class _Kept:
+    """Taps that were asked for lately, by bytes: photographs come in thousands of sizes, and taps
+    of one that was not met yet cost more than a small batch on a GPU.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._taps = OrderedDict[tuple[int, int], Taps]()
+        self._lock = Lock()
+
+    def __call__(self, old: int, new: int) -> Taps:
+        with self._lock:
+            if found := self._taps.get((old, new)):
+                self._taps.move_to_end((old, new))
+                return found
+        made = _taps(old, new)
+        with self._lock:
+            if (old, new) not in self._taps:
+                self._taps[old, new] = made
+                self._num_bytes += sum(array.nbytes for array in made)
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._taps.popitem(last=False)
+                self._num_bytes -= sum(array.nbytes for array in oldest)
+        return made
+
+
+_kept = _Kept(KEPT_BYTES)
 
 
 def bands(old: int, new: int) -> Iterator[Band]:

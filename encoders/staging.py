@@ -24,15 +24,21 @@ class Slot:
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def reserve(self, num_bytes: int, device: torch.device) -> None:
+    def reserve(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
         """Room for so many bytes that nothing uses any more. Waits until that is so."""
         self.copied.synchronize()
-        if num_bytes > len(self.host):
-            # Freed memory may go to whom no stream makes wait for its last reader.
-            self.read.synchronize()
-            size = -(-num_bytes // STEP) * STEP
-            self.host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            self.device = torch.empty(size, dtype=torch.uint8, device=device)
+        if num_bytes <= len(self.device):
+            return
+        # Freed memory may go to whom no stream makes wait for its last reader.
+        self.read.synchronize()
+        size = -(-num_bytes // STEP) * STEP
+        self.host = self.device = torch.empty(0, dtype=torch.uint8)  # never both sizes at a time
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        # Memory of the stream that writes it first. Another's may be freed while kernels that use
+        # it have yet to run: there it is safe by the stream's own order, and nowhere else.
+        with torch.cuda.stream(stream):
+            self.device = torch.empty(size, dtype=torch.uint8, device=stream.device)
+        self.host = host
 
 
 class Staging:
@@ -56,7 +62,7 @@ class Staging:
             return
         slot = self._slots[0]
         self._slots.rotate(-1)
-        slot.reserve(values.size, self._device)
+        slot.reserve(values.size, self._stream)
         host, device = slot.host[: values.size], slot.device[: values.size]
         # The one copy of pixels in this process: Ray hands over pageable memory, from which the
         # device's copy would make the engine thread wait.

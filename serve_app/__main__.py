@@ -52,7 +52,7 @@ def drain_and_interrupt(signum: int, _: FrameType | None) -> None:
 def main(arguments: list[str]) -> None:
     """Run `serve run` with these arguments in this process."""
     logging.basicConfig(format="%(message)s")
-    if production.FLAG in arguments:
+    if in_production := production.FLAG in arguments:
         try:
             production.begin_again(arguments)
             arguments = [word for word in arguments if word != production.FLAG]
@@ -60,8 +60,10 @@ def main(arguments: list[str]) -> None:
                 logger.warning("production: %s", line)
         except ConfigError as error:
             sys.exit(str(error))
-    # Ray sets a handler of its own for SIGTERM when it starts, so ours has to come after.
-    ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="serve")
+    # Ray sets a handler of its own for SIGTERM when it starts, so ours has to come after. A Ray
+    # that runs here keeps the environment that it was started with: it is joined if it is named.
+    address = os.environ.get("RAY_ADDRESS", "local" if in_production else None)
+    ray.init(address=address, namespace="serve")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, drain_and_interrupt)
     cli.main(["run", *arguments], standalone_mode=False)

@@ -1,7 +1,6 @@
 """What a request brings -> compressed images: JSON, one image, or a multipart form."""
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import Request
@@ -74,19 +73,24 @@ def parse(body: bytes, max_images: int) -> tuple[schemas.EmbeddingsRequest, list
     return wanted, items
 
 
-async def uploads(request: Request) -> list[ImageItem]:
-    """The files of a multipart body, or the body itself as one image."""
+async def uploads(request: Request, max_images: int) -> list[ImageItem]:
+    """The files of a multipart body, or the body itself as one image. Raises a `RequestError`."""
     kind = request.headers.get("content-type", "").lower()
     if not kind.startswith("multipart/form-data"):
         return [ImageItem("image", await request.body())]
     _, parameters = parse_options_header(request.headers["content-type"])
     end = b"--" + parameters.get(b"boundary", b"") + b"--"
     # Parsed as it arrives: 60 MB at once held the loop up for 0.1 s, and lay in memory twice.
-    # The body's own limit bounds the number of parts; ours of images has its own message.
-    parser = MultiPartParser(request.headers, _chunks(request, end), max_files=math.inf)
+    # Of too many files, the first that is one too many ends it: each costs a file and an object.
+    parser = MultiPartParser(request.headers, _chunks(request, end), max_files=max_images + 1)
     try:
         form = await parser.parse()
     except MultiPartException as error:
+        if error.message.startswith("Too many files"):
+            message = (
+                f"the request has more than {max_images + 1} images, the limit is {max_images}"
+            )
+            raise errors.RequestTooLarge(message) from error
         raise errors.InvalidRequest(error.message) from error
     except UnicodeError as error:
         raise errors.InvalidRequest("the form's charset cannot be decoded") from error

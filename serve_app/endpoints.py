@@ -135,7 +135,9 @@ class Endpoints:
             raise errors.InvalidRequest("dimensions shortens pooled embeddings, not patch rows")
         # Whoever takes none of the types hears of it before anything is read or encoded.
         kind = replies.media_type(", ".join(request.headers.getlist("accept")), wanted)
-        items = await bodies.uploads(request)
+        items = await bodies.uploads(request, self._limits.max_images)
+        if kind == replies.JSON and output == "patch":  # before anything is encoded
+            await bodies.check_patches(items, self._config, replies.json_patches(self._config))
         embeddings = await self._embed(items, wanted, dimensions, bodies.timeout(request))
         return await replies.reply(embeddings, kind, wanted, self._config.name)
 

@@ -116,8 +116,11 @@ def to_rows(results: Results, output: Output, dtypes: Sequence[Dtype]) -> Sequen
 
 
 def as_rows(result: Tensor, dtype: Dtype) -> Rows:
-    """A host tensor as NumPy's array of that type; of bfloat16, the bits."""
-    result = result.to(DTYPES[dtype])
+    """A host tensor as NumPy's array of that type; of bfloat16, the bits.
+
+    Not in pinned memory, which torch never gives back: a slow client would hold a whole batch's.
+    """
+    result = result.to(DTYPES[dtype], copy=result.is_pinned())
     if dtype == "bfloat16":
         return result.view(torch.int16).numpy().view(np.uint16)
     return result.numpy()

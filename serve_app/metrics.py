@@ -60,7 +60,11 @@ TABLE = (
         "encoder_batch_fill", "histogram", "Batcher", "share", "of a budget", ("budget",), SHARES
     ),
     Metric("encoder_retries_total", "counter", "Batcher", "batches", "sent again, encoder lost"),
-    _duration("encoder_forward_ms", "Encoder", "of one batch on the engine"),
+    _duration(
+        "encoder_forward_ms",
+        "Encoder",
+        "of one batch on its device, with its way back to the host",
+    ),
     _graphs("batches_total", "counter", "batches", "replayed, or eager for a reason", ("outcome",)),
     _graphs("captures_total", "counter", "graphs", "captured"),
     _graphs("capture_seconds_total", "counter", "s", "of all captures together"),

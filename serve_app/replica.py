@@ -42,7 +42,7 @@ class EncoderReplica:
     ) -> Encoded:
         """Rows for every image, each in its own dtype: float32 if none is given."""
         with self._counted(batch):
-            # The engine thread alone touches the device; the loop stays free for health checks.
+            # The engine thread launches, another waits; the loop stays free for health checks.
             return await self._engine.encode(batch, output, dtypes)
 
     def graphs(self) -> EncoderGraphs:

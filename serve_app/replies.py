@@ -18,6 +18,7 @@ import numpy as np
 from fastapi import Response
 from starlette.responses import StreamingResponse
 
+from encoders.config import EncoderConfig
 from encoders.errors import NotAcceptable, RequestTooLarge
 from serve_app import accept, schemas
 from serve_app.service import Embedding, Rows, Wanted
@@ -90,6 +91,11 @@ async def reply(
 def as_json(record: schemas.EmbeddingsReply) -> Response:
     """A record as the body."""
     return Response(record.model_dump_json(), media_type=JSON)
+
+
+def json_patches(config: EncoderConfig) -> int:
+    """Patches that become too many values for JSON, at the least width that rows may have."""
+    return MAX_JSON_VALUES // config.dimensions * config.merge_size**2
 
 
 def _check_values(num_values: int) -> None:

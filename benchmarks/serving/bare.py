@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from encoders.config import EncoderConfig
-from encoders.image import decode_rgb
 from encoders.packing import GridTHW, PackedBatch, Pixels, num_patches
-from encoders.sizes import NUM_PREFIX, grid_thw
+from encoders.reading import read
+from encoders.sizes import NUM_PREFIX
 from serve_app.waiting import BatchLimits
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Bare:
     images_per_s: float
     """Pixels on the device, one wait at the end, rows copied to the host."""
     encode_images_per_s: float | None
-    """`Encoder.encode` of pixels on the host, as a replica calls it."""
+    """`Encoder.encode` of pixels on the host, each batch waited for before the next."""
     lone_forward_ms: float | None
     """Median of a batch of one image, from pixels on the device to its rows on the host."""
     gpu_busy: float | None = None
@@ -82,8 +82,9 @@ def packed(
     """The images decoded, in the largest batches that so many at once can become; whole ones."""
     pixels, grids, ranges = list[Pixels](), list[GridTHW](), list[range]()
     for data in images:
-        pixels.append(decode_rgb(data, config.limits))
-        grids.append(grid_thw(config, *pixels[-1].shape[:2]))
+        image, grid = read(data, config)
+        pixels.append(image)
+        grids.append(grid)
         ranges = cut([num_patches(grid) for grid in grids], outstanding, limits)
         if len(ranges) > NUM_BATCHES:
             break

@@ -96,7 +96,7 @@ def measure(
     num_gpus: int,
 ) -> tuple[Seen, Beside]:
     """A window of the load after its warm-up."""
-    before = Graphs.of(server.graphs())
+    before = Graphs.of(server.graphs(service.gpus))
     with gpu_meter(num_gpus and service.gpus) as gpus:
         begin = time.monotonic() + WARM_UP_S
         window = Window(begin, begin + seconds)
@@ -107,7 +107,7 @@ def measure(
         cores = meter.cores()
         outcomes = generators.outcomes()
         busy = gpus.busy(*window)
-    graphs = Graphs.of(server.graphs()).since(before)
+    graphs = Graphs.of(server.graphs(service.gpus)).since(before)
     clients_s = [outcome.cpu_s for outcome in outcomes]
     beside = Beside(
         round(max(clients_s) / seconds, 2),
@@ -139,7 +139,8 @@ def row_of(
     summary, graphs = seen.summary, seen.graphs
     images_per_s = summary.requests_per_s * load.images_per_request
     outstanding = None if load.concurrency is None else load.concurrency * load.images_per_request
-    alone = best_bare(bare, shot.case, shot.output, name, outstanding)
+    # Alone it runs with graphs as they are configured, and with no others.
+    alone = None if service.graphs else best_bare(bare, shot.case, shot.output, name, outstanding)
     alone_per_s = None if alone is None else round(alone.images_per_s * service.gpus, 1)
     lone_ms = lone_of(bare, shot.case, name) if load.images_per_request == 1 else None
     p50 = rounded(summary.p50_ms)

@@ -53,26 +53,43 @@ class Server:
         """Where images go."""
         return f"{self.base}/v1/images/embeddings"
 
-    def graphs(self) -> list[dict[str, Any]]:
-        """How each encoder's graphs stood when it last answered."""
-        with urllib.request.urlopen(f"{self.base}/v1/models", timeout=30) as reply:
-            (model,) = json.load(reply)["data"]
-        return list(model["graphs"].values())
+    def graphs(self, num_encoders: int) -> list[dict[str, Any]]:
+        """How each encoder's graphs stood when it last answered; none if not all could be asked.
+
+        Fused, a replica knows its own encoder alone, and the proxy chooses whom a request reaches.
+        """
+        told: dict[str, dict[str, Any]] = {}
+        for _ in range(20 * num_encoders):
+            with urllib.request.urlopen(f"{self.base}/v1/models", timeout=30) as reply:
+                (model,) = json.load(reply)["data"]
+            told |= model["graphs"]
+            if len(told) >= num_encoders:
+                return list(told.values())
+        return []
 
 
 def environment(service: Service, folder: str, ports: Sequence[int]) -> dict[str, str]:
     """What Ray's processes read when they start."""
-    first = next(PORTS)
     fixed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # else each end takes half a minute
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": str(int(service.proxy == "haproxy")),
     }
-    # HAProxy's own ports and files, lest it meets another service's on this machine.
-    own = {
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 49),
+    own = apart(folder, ports, next(PORTS))
+    graphs = {f"ENCODER_{name.upper()}": value for name, value in service.graphs}
+    return fixed | MALLOC | graphs | (own if service.proxy == "haproxy" else {})
+
+
+def apart(folder: str, ports: Sequence[int], first_port: int) -> dict[str, str]:
+    """HAProxy's own ports and files, lest it meets another service's on this machine.
+
+    `ports` are those of its metrics, of its statistics, and of Ray's proxy behind it; a replica
+    takes one of the 50 from `first_port` on.
+    """
+    return {
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + 49),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[2]),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[0]),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[1]),
@@ -82,8 +99,6 @@ def environment(service: Service, folder: str, ports: Sequence[int]) -> dict[str
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
     }
-    graphs = {f"ENCODER_{name.upper()}": value for name, value in service.graphs}
-    return fixed | MALLOC | graphs | (own if service.proxy == "haproxy" else {})
 
 
 def replica_counts(topology: str, wanted: dict[str, int]) -> dict[str, int]:

@@ -62,6 +62,20 @@ def test_a_cut_jpeg_becomes_the_same_grid_and_nearly_the_same_pixels(
     assert difference.mean() < 1.5
 
 
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("size", [(2000, 1999), (1999, 2000), (2048, 2047), (2049, 2047)])
+def test_sides_that_nearly_agree_are_not_exchanged(
+    photo: Photo, size: tuple[int, int], orientation: int
+) -> None:
+    data = photo(*size, orientation=orientation)
+    for max_pixels in (65_536, 262_144):
+        whole, cut = config("qwen3-vl-8b", None), config("qwen3-vl-8b", 1)
+        resize = whole.resize.model_copy(update={"max_pixels": max_pixels})
+        whole, cut = (x.model_copy(update={"resize": resize}) for x in (whole, cut))
+
+        assert read(data, cut)[1] == read(data, whole)[1]
+
+
 def test_nothing_is_cut_below_the_threshold_or_twice_the_target_or_unless_asked(
     photo: Photo,
 ) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.serving.service import apart, free_ports
 from tests.tiny import write_tiny_encoder
 
 pytestmark = pytest.mark.slow
@@ -35,16 +36,6 @@ class Launched:
         return re.findall(rf"^production: {what}: (.+)$", self._log.read_text(), re.MULTILINE)
 
 
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Launched]:
     port, metrics, stats, fallback = free_ports(4)
@@ -57,20 +48,14 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
     path.write_text(yaml.safe_dump(config))
     # Unix sockets of Ray and HAProxy have short names at most, so no pytest folder.
     with tempfile.TemporaryDirectory(prefix="r") as folder, log.open("wb") as file:
-        environment = os.environ | {
-            "RAY_TMPDIR": folder,
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": "30600",
-            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": "30699",
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
-        }
+        environment = (
+            os.environ
+            | {
+                "RAY_TMPDIR": folder,
+                "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+            }
+            | apart(folder, (metrics, stats, fallback), 30_600)
+        )
         environment.pop("RAY_ADDRESS", None)
         process = subprocess.Popen(
             [sys.executable, "-m", "serve_app", "--production", str(path)],

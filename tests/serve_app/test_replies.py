@@ -255,8 +255,23 @@ async def test_json_has_the_numbers_of_the_dtype(dtype: Dtype) -> None:
     assert body["model"] == "dinov2-demo"
 
 
+async def test_too_many_patches_for_json_are_refused_before_they_are_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service()
+    monkeypatch.setattr(replies, "MAX_JSON_VALUES", 384)
+
+    refused = await ask("output=patch", JSON, service)
+    as_numpy = await ask("output=patch", NPY, service)
+
+    assert (refused.status_code, as_numpy.status_code) == (413, 200)
+    assert "the limit of patch output is 1" in refused.json()["detail"]
+    assert len(service.wanted) == 1
+
+
 async def test_patch_rows_in_json_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     values = 12 * WIDTH
+    monkeypatch.setattr(replies, "json_patches", lambda config: 1 << 20)  # the fake's are narrow
     monkeypatch.setattr(replies, "MAX_JSON_VALUES", values)
     exact = await ask("output=patch", JSON)
     monkeypatch.setattr(replies, "MAX_JSON_VALUES", values - 1)
