@@ -1,4 +1,4 @@
-"""What becomes of a staging buffer for which there is no memory. The rest needs a GPU: tests/gpu."""
+"""A staging buffer for which there is no memory. The rest of it needs a GPU: tests/gpu."""
 
 from contextlib import nullcontext
 from typing import Any
