@@ -1,5 +1,6 @@
 """Replicas come and go with the load, by the policies of the shipped files, in a real cluster."""
 
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from tests.bad_images import flat_png, jpeg
+from tests.bad_images import flat_png
 from tests.tiny import write_tiny_encoder
 
 # The time is for machines that have more to do.
@@ -51,6 +54,14 @@ ONE, TWO = {"RUNNING": 1}, {"RUNNING": 2}
 def strip(patches: int) -> bytes:
     """An image that becomes so many patches, 20 in each column."""
     return flat_png(20, patches // 20)
+
+
+def slow_jpeg(side: int) -> bytes:
+    """An image that takes longer to decode than the tower takes for it: noise, in many scans."""
+    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", progressive=True)
+    return file.getvalue()
 
 
 def application(name: str, encoder: Path, **scaling: dict[str, Any]) -> Any:
@@ -149,7 +160,7 @@ def test_batches_that_wait_for_a_slot_count_as_requests_and_add_an_encoder(apps:
 
 
 def test_images_that_wait_long_to_be_decoded_add_a_batcher(apps: str) -> None:
-    with load(f"{apps}/requests", [jpeg(1500, 1500)] * 10, clients=4) as statuses:
+    with load(f"{apps}/requests", [slow_jpeg(1500)] * 10, clients=4) as statuses:
         wait_for(lambda: replicas("requests", "Ingress") == TWO, "the Ingress at 2")
 
     assert set(statuses) == {200}

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,10 +36,9 @@ from serve_app import replica as replica_module
 from serve_app.app import SLOTS, build_app, encoder_options, handle, ingress
 from serve_app.args import AppArgs
 from serve_app.batcher import Batcher
-from serve_app.engine import Engine
+from serve_app.engine import Engine, Started
 from serve_app.handles import BatcherHandle, EncoderHandle
 from serve_app.replica import EncoderReplica
-from serve_app.service import Rows
 from tests.tiny import write_tiny_encoder
 
 pytestmark = pytest.mark.slow
@@ -336,11 +335,11 @@ POISON = (1, 2, 3)
 class HangingEngine(Engine):
     """An engine that never returns from a batch with a certain image in it."""
 
-    def _rows(self, batch: PackedBatch, *wanted: Any) -> Sequence[Rows] | Rows:
+    def _start(self, batch: PackedBatch, *wanted: Any) -> Started:
         pixels = batch.pixels.reshape(-1, 3)
         if (pixels == POISON).all(1).any():
             threading.Event().wait()
-        return super()._rows(batch, *wanted)
+        return super()._start(batch, *wanted)
 
 
 class Hangs(EncoderReplica):
