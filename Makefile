@@ -18,8 +18,10 @@ check:
 	mypy
 	python -m serve_app.check_config serve_config.yaml configs/serve/*.yaml
 
+# A process per core; Ray's tests share one cluster, so they share one process too.
 test:
-	python -m pytest -m 'not gpu and not slow'
+	OMP_NUM_THREADS=1 python -m pytest -m 'not gpu and not slow' -n auto --dist worksteal --ignore=tests/ray
+	python -m pytest -m 'not gpu and not slow' tests/ray
 
 test-slow:
 	python -m pytest -m slow
