@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from encoders.errors import InvalidRequest, Overloaded, ReplicaLost
 from serve_app.sglang.receivers import Known
@@ -61,6 +62,9 @@ async def test_an_actor_that_is_gone_is_replaced(shared: SharedReceivers) -> Non
     ):
         await shared.register("x", 1, "one")
         ray.kill(shared._actor)
+        with pytest.raises(RayActorError):  # `kill` returns before it is dead
+            while True:
+                await shared._actor.answers.remote()
 
         while True:  # a new process may take longer than a call
             with suppress(Overloaded):
