@@ -26,6 +26,7 @@ Plans (benchmarks/serving/plans.py); several share services and repeat nothing:
   small       DINOv2 S/14, 32 images a request
   gpus        one GPU beside several
   memory      every process's memory over many requests
+Cases are sizes, `mix` (three of them by turns) and `varied` (every image its own).
 Nothing starts that would not end within --budget-s; each row is on stderr and in the files of
 --write as soon as it is there. The last line of stdout is one JSON document.
 

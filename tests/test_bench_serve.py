@@ -72,6 +72,17 @@ def test_images_are_jpegs_of_the_case_and_all_different() -> None:
     assert files[5:9] == images.jpegs("56x70", 4, first=5)
 
 
+def test_varied_images_have_sizes_of_their_own_the_same_every_time() -> None:
+    sizes = [images.size_of("varied", index) for index in range(256)]
+
+    assert sizes == [images.size_of("varied", index) for index in range(256)]
+    assert len(set(sizes)) == 256
+    assert all(1 / 3.2 < height / width < 3.2 for height, width in sizes)
+    assert images.size_of("512x768", 3) == (512, 768)
+    with Image.open(io.BytesIO(images.jpegs("varied", 1, 7)[0])) as image:
+        assert (image.height, image.width) == sizes[7]
+
+
 def test_a_mix_takes_its_sizes_in_turn_and_every_generator_gets_all_of_them() -> None:
     by_size = {size: [b"%d %d" % (i, n) for n in range(4)] for i, size in enumerate(images.MIX)}
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 MIX = ("512x512", "768x1024", "2048x1600")
 """The sizes of the case `mix`, in equal parts by request."""
+VARIED = "varied"
+"""The case in which each image has a size of its own: what was worked out for one fits no other."""
 PHOTOS = (
     "astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg",
     "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg",
@@ -22,9 +24,19 @@ Pools = dict[str, list[bytes]]
 
 
 def jpegs(case: str, count: int, first: int = 0) -> list[bytes]:
-    """Distinct JPEGs of quality 90, "HEIGHTxWIDTH": parts of photographs, the same every time."""
-    height, width = map(int, case.split("x"))
-    return [jpeg(height, width, index) for index in range(first, first + count)]
+    """Distinct JPEGs of quality 90 of a case: parts of photographs, the same every time."""
+    return [jpeg(*size_of(case, index), index) for index in range(first, first + count)]
+
+
+def size_of(case: str, index: int) -> tuple[int, int]:
+    """Height and width: the case's own, or `varied`, areas and aspects as they come on the web."""
+    if case != VARIED:
+        height, width = map(int, case.split("x"))
+        return height, width
+    rng = random.Random(f"{case} {index}")
+    area = min(max(rng.lognormvariate(12.9, 0.9), 64**2), 2048 * 1600)
+    aspect = 3 ** rng.uniform(-1, 1)
+    return round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
 
 
 def jpeg(height: int, width: int, index: int) -> bytes:
