@@ -44,13 +44,13 @@ def check_count(num_images: int, max_images: int) -> None:
 
 
 async def check_patches(
-    items: Sequence[ImageItem], config: EncoderConfig, max_patches: int
+    items: Sequence[ImageItem], config: EncoderConfig, max_patches: int, what: str
 ) -> None:
     """Raise if the images become too many patches. Their headers are read in a thread."""
     patches = await asyncio.to_thread(decoding.count_patches, items, config)
     if patches > max_patches:
         raise errors.RequestTooLarge(
-            f"the images become {patches} patches, the limit of patch output is {max_patches}"
+            f"the images become {patches} patches, the limit of {what} is {max_patches}"
         )
 
 
@@ -96,6 +96,7 @@ async def uploads(request: Request, max_images: int) -> list[ImageItem]:
         raise errors.InvalidRequest("the form's charset cannot be decoded") from error
     try:
         files = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+        check_count(len(files), max_images)
         return [ImageItem(f"file[{i}]", await file.read()) for i, file in enumerate(files)]
     finally:
         await form.close()

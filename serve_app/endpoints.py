@@ -136,8 +136,11 @@ class Endpoints:
         # Whoever takes none of the types hears of it before anything is read or encoded.
         kind = replies.media_type(", ".join(request.headers.getlist("accept")), wanted)
         items = await bodies.uploads(request, self._limits.max_images)
-        if kind == replies.JSON and output == "patch":  # before anything is encoded
-            await bodies.check_patches(items, self._config, replies.json_patches(self._config))
+        if output == "patch":  # before anything is encoded
+            what, most = "patch output", self._limits.max_patches
+            if kind == replies.JSON:
+                what, most = "patch rows in JSON", min(most, replies.json_patches(self._config))
+            await bodies.check_patches(items, self._config, most, what)
         embeddings = await self._embed(items, wanted, dimensions, bodies.timeout(request))
         return await replies.reply(embeddings, kind, wanted, self._config.name)
 
@@ -148,12 +151,9 @@ class Endpoints:
         dimensions: int | None,
         timeout_s: float,
     ) -> list[Embedding]:
-        bodies.check_count(len(items), self._limits.max_images)
         width, normalize = self._config.dimensions, self._config.normalize
         if dimensions is not None and dimensions > width:
             raise errors.InvalidRequest(f"dimensions is {dimensions}, the model has {width}")
-        if wanted.output == "patch":
-            await bodies.check_patches(items, self._config, self._limits.max_patches)
         # A client may ask for less than the server's limit, never for more.
         timeout_s = min(timeout_s, self._limits.request_timeout_s)
         if dimensions is None:

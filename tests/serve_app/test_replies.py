@@ -265,7 +265,7 @@ async def test_too_many_patches_for_json_are_refused_before_they_are_encoded(
     as_numpy = await ask("output=patch", NPY, service)
 
     assert (refused.status_code, as_numpy.status_code) == (413, 200)
-    assert "the limit of patch output is 1" in refused.json()["detail"]
+    assert "the limit of patch rows in JSON is 1" in refused.json()["detail"]
     assert len(service.wanted) == 1
 
 
