@@ -28,6 +28,9 @@ MANY = 1024
 """Requests that Ray lets through: the Batcher's own queue limits refuse, with a reason."""
 SPARE = 4
 """SGLang's calls wait for one another, so Ingress limits each kind and Ray lets all of them in."""
+LEASES = {"initial_backoff_s": 0.01, "max_backoff_s": 0.02}
+"""How often who waits for a slot asks again. Ray's own backoff, to 0.5 s, leaves slots empty, and
+those who have waited longest the last to hear of a free one."""
 NO_GPU = {"env_vars": {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}}
 """Ray does not hide the GPUs of a node from replicas that asked for none."""
 
@@ -64,7 +67,10 @@ def fused(args: AppArgs, config: EncoderConfig) -> Application:
 def encoder(args: AppArgs, config: EncoderConfig) -> Application:
     """The Encoder deployment: one device each, as many requests as it has slots."""
     return serve.deployment(
-        name="Encoder", max_ongoing_requests=SLOTS, ray_actor_options=encoder_options(args)
+        name="Encoder",
+        max_ongoing_requests=SLOTS,
+        request_router_config=LEASES,
+        ray_actor_options=encoder_options(args),
     )(EncoderReplica).bind(config, args.device, args.hang_after_s)
 
 

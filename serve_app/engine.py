@@ -33,7 +33,9 @@ CAPTURE_EVERY_S = 10.0
 class Engine:
     """Loads an Encoder and starts its batches one behind another; captures graphs in the pauses."""
 
-    def __init__(self, config: EncoderConfig, device: str) -> None:
+    def __init__(self, config: EncoderConfig, device: str, *, keepable: bool = False) -> None:
+        """`keepable`: rows may be held for long; else they are to be copied on, as Ray does."""
+        self._keepable = keepable
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         """Of this process among all of the cluster's."""
         self._thread = ThreadPoolExecutor(1, "engine")
@@ -58,7 +60,8 @@ class Engine:
         try:
             started = await self._in(self._thread, self._start, batch, output, common)
             # The next batch is uploaded and launched meanwhile: the device finds it waiting.
-            rows = await self._in(self._waiter, to_rows, started.results, output, dtypes)
+            wait = partial(to_rows, started.results, output, dtypes, keepable=self._keepable)
+            rows = await self._in(self._waiter, wait)
         finally:
             self._num_batches -= 1
         metrics.histogram("encoder_forward_ms").observe(started.results.milliseconds)
@@ -107,20 +110,23 @@ class Started(NamedTuple):
     digest: Digest | None
 
 
-def to_rows(results: Results, output: Output, dtypes: Sequence[Dtype]) -> Sequence[Rows] | Rows:
+def to_rows(
+    results: Results, output: Output, dtypes: Sequence[Dtype], *, keepable: bool
+) -> Sequence[Rows] | Rows:
     """Wait for a batch; each image's rows in its own dtype."""
     tensors = results.wait()
     if output == "pooled" and set(dtypes) == {"float32"}:
         return torch.stack(tensors).numpy()  # travels as one object
-    return [as_rows(x, dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
+    return [as_rows(x, dtype, keepable) for x, dtype in zip(tensors, dtypes, strict=True)]
 
 
-def as_rows(result: Tensor, dtype: Dtype) -> Rows:
+def as_rows(result: Tensor, dtype: Dtype, keepable: bool) -> Rows:
     """A host tensor as NumPy's array of that type; of bfloat16, the bits.
 
-    Not in pinned memory, which torch never gives back: a slow client would hold a whole batch's.
+    Keepable ones are not in pinned memory, which torch never gives back: a slow client would hold
+    a whole batch's.
     """
-    result = result.to(DTYPES[dtype], copy=result.is_pinned())
+    result = result.to(DTYPES[dtype], copy=keepable and result.is_pinned())
     if dtype == "bfloat16":
         return result.view(torch.int16).numpy().view(np.uint16)
     return result.numpy()

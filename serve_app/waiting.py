@@ -117,9 +117,12 @@ def pack(batch: Sequence[Waiting], config: EncoderConfig) -> PackedBatch:
 
 def num_not_finite(rows: Rows) -> int:
     """How many values are NaN or infinite."""
-    if rows.dtype == np.uint16:  # bfloat16's bits: its exponent is all ones
-        return int(np.count_nonzero(rows & 0x7F80 == 0x7F80))
-    return rows.size - int(np.count_nonzero(np.isfinite(rows)))
+    if rows.dtype == np.float32:
+        return rows.size - int(np.count_nonzero(np.isfinite(rows)))
+    # Their exponents are all ones. NumPy would widen each float16 for its own test, which takes
+    # twice as long; bfloat16 it has not.
+    ones = np.uint16(0x7F80 if rows.dtype == np.uint16 else 0x7C00)
+    return int(np.count_nonzero(rows.view(np.uint16) & ones == ones))
 
 
 def count_not_finite(batch: Sequence[Waiting], rows: Sequence[Rows] | Rows) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-CALLERS = {"224x224": 64, "512x512": 64, "768x1024": 32, "2048x1600": 16, "mix": 32, "varied": 64}
+CALLERS = {"224x224": 64, "512x512": 256, "768x1024": 96, "2048x1600": 24, "mix": 64, "varied": 64}
 """Callers of a closed loop that keep one GPU busy and wait less than the warm-up, by case."""
 OTHER_CALLERS = 32
 SIZES = ("512x512", "768x1024", "2048x1600")

@@ -190,6 +190,13 @@ def test_an_encoder_has_as_many_requests_as_slots_and_the_others_leave_refusing_
     assert min(ongoing["Ingress"], ongoing["Batcher"]) >= 1024
 
 
+def test_who_waits_for_a_slot_asks_again_before_a_batch_is_done() -> None:
+    (encoder,) = (x for x in built().deployments if x.name == "Encoder")
+
+    router = encoder._deployment_config.request_router_config
+    assert router.initial_backoff_s <= router.max_backoff_s <= 0.02
+
+
 def test_ingress_has_room_for_calls_that_wait_and_for_those_that_they_wait_for() -> None:
     app = unfold(
         build_app(

@@ -12,7 +12,9 @@ from encoders import EncoderConfig
 from encoders.encoder import Encoder
 from encoders.errors import InvalidImage
 from encoders.packing import PackedBatch
+from serve_app.args import AppArgs
 from serve_app.batcher import Batcher, QueueLimits
+from serve_app.local import fused_service
 from serve_app.replica import EncoderReplica
 from serve_app.service import Dtype, ImageItem, Output, Rows, Wanted
 from serve_app.waiting import BatchLimits, num_not_finite
@@ -173,6 +175,31 @@ async def test_a_value_that_is_not_finite_is_found_among_the_bits_of_bfloat16(
 
     with pytest.raises(InvalidImage, match=r"input\[0\]: 1 of 96 values of the embedding"):
         await batcher.submit(IMAGES[:1], 60, Wanted("patch", "bfloat16"))
+
+
+@pytest.mark.parametrize("kind", ["pooled", "patch"])
+async def test_rows_that_callers_of_this_process_hold_are_not_in_pinned_memory(
+    config: EncoderConfig, monkeypatch: pytest.MonkeyPatch, kind: Output
+) -> None:
+    downloaded = list[torch.Tensor]()
+
+    def download(tensor: torch.Tensor) -> torch.Tensor:
+        downloaded.append(tensor.clone())
+        return downloaded[-1]
+
+    monkeypatch.setattr("encoders.forward.download", download)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    fused = fused_service(AppArgs(device="cpu"), config, 1)
+    replica = EncoderReplica(config, "cpu", 60)
+
+    (kept,) = await fused.submit(IMAGES[:1], 60, Wanted(kind, "float16"))
+    batch = batch_of(Encoder.load(config), IMAGES[0].data)
+    (lent,) = (await replica.encode(batch, kind, ["float16"])).rows
+
+    assert not any(np.shares_memory(kept.values, x.numpy()) for x in downloaded)
+    # Ray copies these into its store before anybody else sees them.
+    assert np.shares_memory(lent, downloaded[-1].numpy())
+    np.testing.assert_array_equal(kept.values, lent)
 
 
 def test_not_finite_values_are_counted_in_every_type() -> None:
