@@ -202,6 +202,7 @@ class Batcher:
             self._waiting.observe(batch)
             dtypes = [image.wanted.dtype for image in batch]
             rows = await slot.encode(packed, batch[0].wanted.output, dtypes)
+            self._waiting.learn(batch, rows)
             # Patch rows are megabytes for each image, so they are read through in the thread.
             num_bytes = sum(row.nbytes for row in rows)
             bad = await self._helped(num_bytes, waiting.count_not_finite, batch, rows)

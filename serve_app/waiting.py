@@ -15,15 +15,22 @@ from encoders.packing import GridTHW, PackedBatch, Pixels, num_patches
 from encoders.sizes import NUM_PREFIX
 from serve_app.composing import choose
 from serve_app.metrics import counter, histogram
-from serve_app.service import POOLED, Digest, Embedding, Output, Rows, Wanted
+from serve_app.service import POOLED, Digest, Dtype, Embedding, Output, Rows, Wanted
+
+BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class BatchLimits(Settings):
-    """What one batch may hold. `max_bytes` counts decoded uint8 pixels."""
+    """What one batch may hold. `max_bytes` counts decoded uint8 pixels.
+
+    `max_row_bytes` counts what patch output comes back as, once a first batch has told how much
+    that is. One image may have more, and goes alone.
+    """
 
     max_patches: PositiveInt = 16_384
     max_images: PositiveInt = 64
     max_bytes: PositiveInt = 256 * 1024 * 1024
+    max_row_bytes: PositiveInt = 256 * 1024 * 1024
     prefer_within_ms: NonNegativeFloat = 50.0
     """For so long an image may be left behind by a batch that an encoder has a graph for."""
 
@@ -51,6 +58,8 @@ class WaitingImages:
         self._limits = limits
         self._num_prefix = NUM_PREFIX[config.family]
         self._queues: defaultdict[Output, deque[Waiting]] = defaultdict(deque)
+        self._values_per_patch = 0.0
+        """Of patch output, where a batch has shown it: how wide rows are is the checkpoint's."""
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -79,17 +88,34 @@ class WaitingImages:
         return [batch[i] for i in chosen]
 
     def _first_come(self, images: deque[Waiting]) -> list[Waiting]:
-        limits, batch, patches, num_bytes = self._limits, list[Waiting](), 0, 0
+        limits, batch = self._limits, list[Waiting]()
+        patches, num_bytes, row_bytes = 0, 0, 0.0
         while images and len(batch) < limits.max_images:
             image = images[0]
             if not image.future.done():  # a caller that left costs no encoder time
                 patches += num_patches(image.grid)
                 num_bytes += image.pixels.nbytes
-                if batch and (patches > limits.max_patches or num_bytes > limits.max_bytes):
+                row_bytes += self._row_bytes(image)
+                if batch and (
+                    patches > limits.max_patches
+                    or num_bytes > limits.max_bytes
+                    or row_bytes > limits.max_row_bytes
+                ):
                     break
                 batch.append(image)
             images.popleft()
         return batch
+
+    def learn(self, batch: Sequence[Waiting], rows: Sequence[Rows] | Rows) -> None:
+        """How large the rows of a batch are."""
+        if batch[0].wanted.output == "patch":
+            patches = sum(num_patches(image.grid) for image in batch)
+            self._values_per_patch = sum(row.size for row in rows) / patches
+
+    def _row_bytes(self, image: Waiting) -> float:
+        if image.wanted.output == "pooled":
+            return 0.0
+        return self._values_per_patch * num_patches(image.grid) * BYTES[image.wanted.dtype]
 
     def observe(self, batch: Sequence[Waiting]) -> None:
         """Measure a batch that is about to be encoded."""

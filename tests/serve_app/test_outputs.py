@@ -115,6 +115,47 @@ async def test_a_batch_is_of_one_kind_and_the_one_that_waits_longest_goes_first(
     assert shapes == [(ROWS[0], QWEN3_VL_COLUMNS), (8,), (ROWS[2], QWEN3_VL_COLUMNS), (8,)]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "batches"),
+    [
+        (Wanted("patch", "float16"), [3, 1]),
+        (Wanted("patch", "bfloat16"), [3, 1]),
+        (Wanted("patch", "float32"), [1, 1, 1, 1]),
+        (Wanted("pooled"), [4]),
+    ],
+    ids=repr,
+)
+async def test_a_batch_is_cut_by_the_bytes_of_its_rows_once_one_has_told_how_many(
+    slots: Slots, config: EncoderConfig, wanted: Wanted, batches: list[int]
+) -> None:
+    item, rows = IMAGES[0], ROWS[0]
+    limits = BatchLimits(max_row_bytes=3 * rows * QWEN3_VL_COLUMNS * 2)
+    batcher = Batcher(slots, config, limits, QueueLimits(decode_threads=1))
+    slots.go.set()
+    await batcher.submit([item] * 4, 60, Wanted("patch"))
+    slots.go.clear()
+    slots.batches.clear()
+    request = asyncio.create_task(batcher.submit([item] * 4, 60, wanted))
+    await all_wait(batcher, request, images=4)
+
+    slots.go.set()
+    await request
+
+    assert [len(dtypes) for _, dtypes in slots.batches] == batches
+
+
+async def test_rows_of_one_image_may_be_more_than_a_batch_may_have(
+    slots: Slots, config: EncoderConfig
+) -> None:
+    batcher = Batcher(slots, config, BatchLimits(max_row_bytes=1), QueueLimits(decode_threads=1))
+    slots.go.set()
+    await batcher.submit(IMAGES[:1], 60, Wanted("patch"))
+
+    await batcher.submit(IMAGES, 60, Wanted("patch"))
+
+    assert [len(dtypes) for _, dtypes in slots.batches] == [1] * 5
+
+
 @pytest.mark.parametrize("kind", ["pooled", "patch"])
 async def test_dtypes_share_a_batch_and_each_image_gets_its_own(
     batcher: Batcher, slots: Slots, replica: EncoderReplica, kind: Output
