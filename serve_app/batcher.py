@@ -60,7 +60,9 @@ class Batcher:
         self._queue_limits = queue_limits
         self._cpu_pool = ThreadPoolExecutor(queue_limits.decode_threads, "decode")
         # Headers and packing are quick, and would wait behind every image that is to be decoded.
-        self._helper = ThreadPoolExecutor(1, "helper")
+        # Two threads: a slot that is ours waits for packing, which is not to wait in its turn until
+        # the rows of the batch before have been read through.
+        self._helpers = ThreadPoolExecutor(2, "helper")
         self._decoded = ByteBudget(queue_limits.max_decoded_bytes)
         self._undecoded: dict[object, float] = {}
         self._waiting = WaitingImages(batch_limits, config)
@@ -209,10 +211,10 @@ class Batcher:
             waiting.settle(batch, rows, bad)
 
     async def _helped(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """A call that passes over so many bytes: in the helper thread, if the way there is less."""
+        """A call that passes over so many bytes: in a helper thread, if the way there is less."""
         if num_bytes <= LITTLE:
             return function(*args)
-        return await in_thread(self._helper, function, *args)
+        return await in_thread(self._helpers, function, *args)
 
 
 async def in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
