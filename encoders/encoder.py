@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from typing import Literal
 
 import torch
@@ -51,10 +52,19 @@ class Encoder:
     @classmethod
     def load(cls, config: EncoderConfig, device: str = "cpu") -> "Encoder":
         """Fetch, check and load the configured weights. Raises `ConfigError`."""
+        begin = time.perf_counter()
         forward = load_forward(config, torch.device(device), DTYPES[config.dtype])
         chosen = f"{forward.backend.name} ({forward.backend.reason})"
         logger.info("%s on %s in %s, attention %s", config.name, device, config.dtype, chosen)
-        return cls(config, forward)
+        loaded = time.perf_counter()
+        encoder = cls(config, forward)
+        logger.info(
+            "weights in %.1f s, kernels and %d graphs in %.1f s",
+            loaded - begin,
+            encoder.graphs.stats().graphs,
+            time.perf_counter() - loaded,
+        )
+        return encoder
 
     def encode(
         self, batch: PackedBatch, output: Output = "pooled", dtype: OutputDtype = "float32"

@@ -34,6 +34,7 @@ from benchmarks.serving.weights import write_random
 from encoders import EncoderConfig
 from encoders.encoder import Encoder
 from serve_app.waiting import BatchLimits
+from tests.tiny import write_tiny_encoder
 
 CORES = Cores(0.5, 0.0, {"Ingress": 0.4}, "Ingress 0.40", "Ingress/main 0.30")
 NONE = Seen(load.Summary(0.0, math.nan, math.nan, 0), CORES, None, Graphs(), 0)
@@ -406,14 +407,27 @@ def test_random_weights_make_an_encoder_of_the_released_shape(
     path = write_random("dinov2-demo", tmp_path / "w", "cpu")
 
     loaded = Encoder.load(EncoderConfig.load(str(path)))
-    limits = BatchLimits()
     files = [photos["chelsea.png"], photos["coffee.png"]]
-    (batch,) = packed(files, 2, loaded.config, limits)
-    fields = bare.measure_one(loaded, Want("x", 2, "pooled"), files, limits, 0.01)
+    (batch,) = packed(files, 2, loaded.config, BatchLimits())
+    fields = bare.measure_one(loaded, Want("x", 2, "pooled"), [batch], 0.01)
     assert [row.shape for row in loaded.encode(batch)] == [(384,), (384,)]
     assert all(row.isfinite().all() for row in loaded.encode(batch))
     assert fields.images_per_batch == 2
     assert fields.images_per_s > 0
+
+
+def test_batches_that_more_waiting_images_would_not_change_are_measured_once(
+    tmp_path: Path,
+) -> None:
+    tiny, case = str(write_tiny_encoder(tmp_path)), "56x70"
+    wants = [Want(case, outstanding, "pooled") for outstanding in (2, 4, 8)]
+
+    found, _, _ = bare.measure_bare(
+        tiny, "cpu", {case: images.jpegs(case, 8)}, wants,
+        BatchLimits(max_images=4), 0.01, None, math.inf,
+    )  # fmt: skip
+
+    assert [(x.outstanding, x.images_per_batch) for x in found] == [(2, 2), (4, 4)]
 
 
 def test_pixels_that_are_on_the_device_give_the_same_rows(demo_encoder: Encoder) -> None:

@@ -118,15 +118,20 @@ def measure_bare(
         encoder = str(write_random(encoder, random_into, device))
     config = EncoderConfig.load(encoder)
     wants = list(wants)
-    found = list[Bare]()
+    found, formed = list[Bare](), set[tuple[str, str, tuple[int, ...]]]()
     if wants:
         loaded = Encoder.load(config, device)
         for want in wants:
             if time.monotonic() > until:
                 sys.stderr.write(f"not measured: {want}: no time\n")
                 continue
+            batches = packed(images[want.case], want.outstanding, config, limits)
+            images_of = tuple(batch.layout.num_images for batch in batches)
+            if (want.case, want.output, images_of) in formed:
+                continue  # more wait, but no more of them fit in a batch
+            formed.add((want.case, want.output, images_of))
             try:
-                one = measure_one(loaded, want, images[want.case], limits, seconds)
+                one = measure_one(loaded, want, batches, seconds)
             except RuntimeError:  # out of memory, say: the others are measured all the same
                 traceback.print_exc()
                 continue
@@ -139,13 +144,12 @@ def measure_bare(
 
 
 def measure_one(
-    encoder: "Encoder", want: Want, images: Sequence[bytes], limits: BatchLimits, seconds: float
+    encoder: "Encoder", want: Want, batches: Sequence[PackedBatch], seconds: float
 ) -> Bare:
-    """A want at its largest batches."""
+    """A want in these batches."""
     from benchmarks.serving.meters import gpu_meter
 
-    config, output = encoder.config, want.output
-    batches = packed(images, want.outstanding, config, limits)
+    output = want.output
     with gpu_meter(int(encoder.upload(batches[0]).is_cuda)) as meter:
         per_s, begin, end = forwards_per_s(encoder, batches, output, seconds)
         busy = meter.busy(begin, end)
@@ -156,7 +160,7 @@ def measure_one(
     if output == "pooled" and per_batch == 1:
         lone = lone_forward_ms(encoder, batches)
     return Bare(
-        encoder=config.name,
+        encoder=encoder.config.name,
         case=want.case,
         output=output,
         outstanding=want.outstanding,

@@ -1,6 +1,7 @@
 """What an Encoder gives back: whose memory it is, of which type, in which order."""
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -71,13 +72,14 @@ def test_read_only_pixels_are_neither_written_nor_complained_of(config: EncoderC
     assert len(results) == 3
 
 
-def test_the_attention_backend_is_reported_at_load(
+def test_the_attention_backend_and_what_took_time_are_reported_at_load(
     config: EncoderConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "encoders"):
         Encoder.load(config)
 
     assert "attention sdpa (auto for cpu, float32, head size 16)" in caplog.text
+    assert re.search(r"weights in \d+\.\d s, kernels and 0 graphs in \d+\.\d s", caplog.text)
 
 
 def test_a_backend_that_cannot_run_here_is_refused_at_load(config: EncoderConfig) -> None:
