@@ -2,9 +2,10 @@
 
 One encoder of two slots whose batches take a given time each, one after another; several callers,
 each in a process of its own, lease slots through the handle that Batchers use and always have a
-next batch. `busy` is the share of the time in which a batch ran; `least` and `most` are batches of
-the caller that got fewest and most; waits are from asking to the slot; `cores` is what the encoder
-took besides. The last line of stdout is one JSON document.
+next batch. All figures but waits are of the same seconds, through which every caller asks: `busy`
+is the share of them in which a batch ran; `least` and `most` are slots of the caller that got the
+fewest and of the one that got the most; `cores` is what the encoder took besides. Waits are from
+asking to the slot, with those that ended later. The last line of stdout is one JSON document.
 
 usage: python benchmarks/bench_lease.py [--callers 4,8] [--batch-ms 10,90] [--seconds 8]
        [--write NAME]
@@ -35,13 +36,22 @@ BATCH = PackedBatch.of([np.zeros((28, 28, 3), np.uint8)], [(1, 2, 2)], 1)
 POLICIES: dict[str, dict[str, float]] = {"Ray's own": {}, "ours": LEASES}
 
 
+WARM_UP_S = 2.0
+
+
+def cpu_s() -> float:
+    """Of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 class Sleeper:
     """An encoder whose device is a clock."""
 
     def __init__(self, batch_s: float) -> None:
         self._device = ThreadPoolExecutor(1)
         self._batch_s = batch_s
-        self._busy_s = 0.0
+        self._ran = list[tuple[float, float]]()
 
     async def encode(self, *_: Any) -> Encoded:
         """One batch, behind those that came before."""
@@ -49,30 +59,45 @@ class Sleeper:
         return Encoded([], "sleeper", GraphStats(), None)
 
     def _work(self) -> None:
-        begin = time.perf_counter()
+        begin = time.monotonic()
         time.sleep(self._batch_s)
-        self._busy_s += time.perf_counter() - begin
+        self._ran.append((begin, time.monotonic()))
 
-    async def spent(self) -> tuple[float, float]:
-        """CPU seconds of this process, and seconds with a batch."""
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return used.ru_utime + used.ru_stime, self._busy_s
+    async def watch(self, begin: float, end: float) -> None:
+        """Be metered between two moments that are yet to come."""
+        self._metered = asyncio.create_task(self._meter(begin, end))  # a call would take a slot
+
+    async def metered(self) -> tuple[float, float]:
+        """Seconds with a batch, and of CPU, between those moments."""
+        return await self._metered
+
+    async def _meter(self, begin: float, end: float) -> tuple[float, float]:
+        await asyncio.sleep(begin - time.monotonic())
+        before = cpu_s()
+        await asyncio.sleep(end - time.monotonic())
+        used = cpu_s() - before
+        await asyncio.sleep(2 * self._batch_s)  # the one that ran at the end is noted behind it
+        inside = (min(last, end) - max(first, begin) for first, last in self._ran)
+        return sum(max(seconds, 0.0) for seconds in inside), used
 
 
 class Caller:
     """Leases slots as a Batcher does: one at a time, the next as soon as it has that one."""
 
-    async def load(self, seconds: float) -> list[float]:
-        """Seconds that each lease was waited for."""
+    async def load(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """From now on until `end`: when each lease of a slot was asked for, and had.
+
+        Those that were had before `begin` are left out.
+        """
         handle = EncoderHandle(serve.get_app_handle("encoder"))
-        waits, batches, end = list[float](), set[asyncio.Task[None]](), time.monotonic() + seconds
-        while time.monotonic() < end:
-            leased, asked = asyncio.Event(), time.perf_counter()
+        leases, batches = list[tuple[float, float]](), set[asyncio.Task[None]]()
+        while (asked := time.monotonic()) < end:
+            leased = asyncio.Event()
             batches.add(asyncio.create_task(self._one(handle, leased)))
             await leased.wait()
-            waits.append(time.perf_counter() - asked)
+            leases.append((asked, time.monotonic()))
         await asyncio.gather(*batches)
-        return waits
+        return [(asked, had) for asked, had in leases if had > begin]
 
     async def _one(self, handle: EncoderHandle, leased: asyncio.Event) -> None:
         async with handle.lease() as slot:
@@ -92,27 +117,28 @@ def measure(policy: str, callers: int, batch_ms: float, seconds: float) -> dict[
     # Ray's own types know no `.remote` of a class's methods.
     remote: Any = ray.remote(num_cpus=0.1)(Caller)
     actors = [remote.remote() for _ in range(callers)]
-    ray.get([actor.load.remote(0.5) for actor in actors])
-    cpu_before, busy_before = handle.spent.remote().result()
-    begin = time.monotonic()
-    waits = ray.get([actor.load.remote(seconds) for actor in actors])
-    elapsed = time.monotonic() - begin
-    cpu, busy = handle.spent.remote().result()
+    ray.get([actor.load.remote(0.0, 0.0) for actor in actors])  # which waits for their processes
+    begin = time.monotonic() + WARM_UP_S
+    end = begin + seconds
+    handle.watch.remote(begin, end).result()
+    loads = ray.get([actor.load.remote(begin, end) for actor in actors])
+    busy, cpu = handle.metered.remote().result()
     for actor in actors:
         ray.kill(actor)
     serve.delete("encoder")
-    flat = np.concatenate(waits) * 1e3
+    waits = np.array([had - asked for load in loads for asked, had in load]) * 1e3
+    slots = [sum(had < end for _, had in load) for load in loads]
     return {
         "policy": policy,
         "callers": callers,
         "batch_ms": batch_ms,
-        "busy": round((busy - busy_before) / elapsed, 2),
-        "least": min(map(len, waits)),
-        "most": max(map(len, waits)),
-        "wait_p50_ms": round(float(np.median(flat))),
-        "wait_p99_ms": round(float(np.percentile(flat, 99))),
-        "wait_max_ms": round(float(flat.max())),
-        "cores": round((cpu - cpu_before) / elapsed, 2),
+        "busy": round(busy / seconds, 2),
+        "least": min(slots),
+        "most": max(slots),
+        "wait_p50_ms": round(float(np.median(waits))),
+        "wait_p99_ms": round(float(np.percentile(waits, 99))),
+        "wait_max_ms": round(float(waits.max())),
+        "cores": round(cpu / seconds, 2),
     }
 
 

@@ -215,6 +215,11 @@ def formed(service: Service, shot: Shot, max_images: int) -> list[int]:
     return sorted({max(whole // 2, 1), whole} if uniform else {whole})
 
 
+def limits_of(options: argparse.Namespace) -> BatchLimits:
+    """Of a batch, in the service and for the Encoder alone."""
+    return BatchLimits.model_validate(options.app_args.get("batch", {}))
+
+
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
     """A call in a process of its own, so that its threads and memory are gone afterwards."""
     spawn = multiprocessing.get_context("spawn")
@@ -226,7 +231,7 @@ def run(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """All plans."""
     wanted = wishes(options)
     todo = stages(options.plan, wanted)
-    limits = BatchLimits.model_validate(options.app_args.get("batch", {}))
+    limits = limits_of(options)
     cases = list(dict.fromkeys(shot.case for shots in todo.values() for shot in shots))
     begin = time.monotonic()
     images = pools(cases, options.images)
@@ -288,7 +293,7 @@ def conditions(options: argparse.Namespace) -> dict[str, str]:
         "ray": version("ray"),
         "python": platform.python_version(),
         "plans": ", ".join(options.plan),
-        "batch limits": str(options.app_args.get("batch", "the defaults")),
+        "batch limits": str(limits_of(options).model_dump()),
         "replicas": f"{replicas}; an Encoder for each GPU",
         "seconds": f"{options.seconds:g} after {WARM_UP_S:g} of warm-up",
         "load generators": f"{options.clients} processes of aiohttp {version('aiohttp')}",

@@ -29,8 +29,8 @@ MANY = 1024
 SPARE = 4
 """SGLang's calls wait for one another, so Ingress limits each kind and Ray lets all of them in."""
 LEASES = {"initial_backoff_s": 0.01, "max_backoff_s": 0.02}
-"""How often who waits for a slot asks again. Ray's own backoff, to 0.5 s, leaves slots empty, and
-those who have waited longest the last to hear of a free one."""
+"""How often who waits for a slot asks again. By Ray's own backoff, to 0.5 s, those who have waited
+longest are the last to hear of a free one. Each asking costs the encoder some 0.3 ms of a core."""
 NO_GPU = {"env_vars": {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}}
 """Ray does not hide the GPUs of a node from replicas that asked for none."""
 
@@ -71,7 +71,7 @@ def encoder(args: AppArgs, config: EncoderConfig) -> Application:
         max_ongoing_requests=SLOTS,
         request_router_config=LEASES,
         ray_actor_options=encoder_options(args),
-    )(EncoderReplica).bind(config, args.device, args.hang_after_s)
+    )(EncoderReplica).bind(config, args.device, args.hang_after_s, lends=True)
 
 
 def encoder_options(args: AppArgs) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from serve_app.service import (
     EncoderSlot,
     EncoderSlots,
     ImageItem,
+    Rows,
     Stats,
     Wanted,
     deadline,
@@ -59,10 +60,10 @@ class Batcher:
         self._config = config
         self._queue_limits = queue_limits
         self._cpu_pool = ThreadPoolExecutor(queue_limits.decode_threads, "decode")
-        # Headers and packing are quick, and would wait behind every image that is to be decoded.
-        # Two threads: a slot that is ours waits for packing, which is not to wait in its turn until
-        # the rows of the batch before have been read through.
-        self._helpers = ThreadPoolExecutor(2, "helper")
+        # Headers and packing are quick, and would wait behind every image that is to be decoded, or
+        # with a slot in hand until the rows of other batches have been read through.
+        self._helper = ThreadPoolExecutor(1, "helper")
+        self._checker = ThreadPoolExecutor(1, "checker")
         self._decoded = ByteBudget(queue_limits.max_decoded_bytes)
         self._undecoded: dict[object, float] = {}
         self._waiting = WaitingImages(batch_limits, config)
@@ -128,7 +129,7 @@ class Batcher:
 
     async def _embed_all(self, images: Sequence[ImageItem], wanted: Wanted) -> list[Embedding]:
         num_bytes, limits = sum(len(item.data) for item in images), self._config.limits
-        headers = await self._helped(num_bytes, decoding.read_headers, images, limits)
+        headers = await little_in(self._helper, num_bytes, decoding.read_headers, images, limits)
         tasks = [
             asyncio.create_task(self._embed(item, wanted, 3 * header.num_pixels))
             for item, header in zip(images, headers, strict=True)
@@ -176,12 +177,14 @@ class Batcher:
                     async with self._slots.lease() as slot:
                         metrics.observe_since("encoder_lease_wait_ms", asked)
                         batch = self._take(slot) if batch is None else waiting.still_wanted(batch)
-                        await self._encode(slot, batch)
-                        return
+                        rows = await self._encode(slot, batch)
                 except errors.ReplicaLost:  # to encode twice is harmless: nothing is sent by it
                     if not retries_left:
                         raise
                     metrics.counter("encoder_retries_total").inc()
+                else:
+                    await self._settle(batch, rows)  # the slot has its next batch meanwhile
+                    return
         except Exception as error:  # belongs to the callers; the next batch is served
             batch = self._take() if batch is None else batch
             waiting.fail(batch, error)
@@ -197,24 +200,30 @@ class Batcher:
         self._ask_for_slot()
         return batch
 
-    async def _encode(self, slot: EncoderSlot, batch: list[Waiting]) -> None:
-        if batch:  # else everyone left while the slot was waited for
-            num_bytes = sum(image.pixels.nbytes for image in batch)
-            packed = await self._helped(num_bytes, waiting.pack, batch, self._config)
-            self._waiting.observe(batch)
-            dtypes = [image.wanted.dtype for image in batch]
-            rows = await slot.encode(packed, batch[0].wanted.output, dtypes)
-            self._waiting.learn(batch, rows)
-            # Patch rows are megabytes for each image, so they are read through in the thread.
-            num_bytes = sum(row.nbytes for row in rows)
-            bad = await self._helped(num_bytes, waiting.count_not_finite, batch, rows)
-            waiting.settle(batch, rows, bad)
+    async def _encode(self, slot: EncoderSlot, batch: list[Waiting]) -> Sequence[Rows] | Rows:
+        if not batch:  # everyone left while the slot was waited for
+            return []
+        num_bytes = sum(image.pixels.nbytes for image in batch)
+        packed = await little_in(self._helper, num_bytes, waiting.pack, batch, self._config)
+        self._waiting.observe(batch)
+        dtypes = [image.wanted.dtype for image in batch]
+        return await slot.encode(packed, batch[0].wanted.output, dtypes)
 
-    async def _helped(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """A call that passes over so many bytes: in a helper thread, if the way there is less."""
-        if num_bytes <= LITTLE:
-            return function(*args)
-        return await in_thread(self._helpers, function, *args)
+    async def _settle(self, batch: list[Waiting], rows: Sequence[Rows] | Rows) -> None:
+        # Patch rows are megabytes for each image, so they are read through in a thread.
+        num_bytes = sum(row.nbytes for row in rows)
+        bad = await little_in(self._checker, num_bytes, waiting.count_not_finite, batch, rows)
+        self._waiting.learn(batch, rows)
+        waiting.settle(batch, rows, bad)
+
+
+async def little_in(
+    pool: ThreadPoolExecutor, num_bytes: int, function: Callable[..., T], *args: Any
+) -> T:
+    """A call that passes over so many bytes: in a thread of the pool, if the way there is less."""
+    if num_bytes <= LITTLE:
+        return function(*args)
+    return await in_thread(pool, function, *args)
 
 
 async def in_thread(pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:

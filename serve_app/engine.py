@@ -33,9 +33,9 @@ CAPTURE_EVERY_S = 10.0
 class Engine:
     """Loads an Encoder and starts its batches one behind another; captures graphs in the pauses."""
 
-    def __init__(self, config: EncoderConfig, device: str, *, keepable: bool = False) -> None:
-        """`keepable`: rows may be held for long; else they are to be copied on, as Ray does."""
-        self._keepable = keepable
+    def __init__(self, config: EncoderConfig, device: str, *, lends: bool = False) -> None:
+        """`lends`: rows may be in pinned memory, for a caller that copies them and lets go."""
+        self._lends = lends
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         """Of this process among all of the cluster's."""
         self._thread = ThreadPoolExecutor(1, "engine")
@@ -60,7 +60,7 @@ class Engine:
         try:
             started = await self._in(self._thread, self._start, batch, output, common)
             # The next batch is uploaded and launched meanwhile: the device finds it waiting.
-            wait = partial(to_rows, started.results, output, dtypes, keepable=self._keepable)
+            wait = partial(to_rows, started.results, output, dtypes, lends=self._lends)
             rows = await self._in(self._waiter, wait)
         finally:
             self._num_batches -= 1
@@ -111,22 +111,22 @@ class Started(NamedTuple):
 
 
 def to_rows(
-    results: Results, output: Output, dtypes: Sequence[Dtype], *, keepable: bool
+    results: Results, output: Output, dtypes: Sequence[Dtype], *, lends: bool
 ) -> Sequence[Rows] | Rows:
     """Wait for a batch; each image's rows in its own dtype."""
     tensors = results.wait()
     if output == "pooled" and set(dtypes) == {"float32"}:
         return torch.stack(tensors).numpy()  # travels as one object
-    return [as_rows(x, dtype, keepable) for x, dtype in zip(tensors, dtypes, strict=True)]
+    return [as_rows(x, dtype, lends) for x, dtype in zip(tensors, dtypes, strict=True)]
 
 
-def as_rows(result: Tensor, dtype: Dtype, keepable: bool) -> Rows:
+def as_rows(result: Tensor, dtype: Dtype, lends: bool) -> Rows:
     """A host tensor as NumPy's array of that type; of bfloat16, the bits.
 
-    Keepable ones are not in pinned memory, which torch never gives back: a slow client would hold
-    a whole batch's.
+    Unless lent not in pinned memory, which torch never gives back: a slow client would hold a whole
+    batch's.
     """
-    result = result.to(DTYPES[dtype], copy=keepable and result.is_pinned())
+    result = result.to(DTYPES[dtype], copy=not lends and result.is_pinned())
     if dtype == "bfloat16":
         return result.view(torch.int16).numpy().view(np.uint16)
     return result.numpy()

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from encoders.errors import EncoderError, Overloaded, ReplicaLost
 from encoders.packing import PackedBatch
 from serve_app.heard_of import HeardOf
+from serve_app.logs import hush_router
 from serve_app.service import (
     POOLED,
     Digest,
@@ -110,6 +111,7 @@ class EncoderHandle:
 
         A plain call would freeze its batch in the router while every encoder is busy.
         """
+        hush_router()  # here: what is pickled to a replica leaves nothing behind that could
         with unwrapped():
             encode = self.handle.options(method_name="encode")
             async with encode.choose_replica() as selection:

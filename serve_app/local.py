@@ -54,5 +54,5 @@ class LocalSlots:
 
 def fused_service(args: AppArgs, config: EncoderConfig, num_slots: int) -> Batcher:
     """A Batcher over an encoder, both in this very process."""
-    replica = EncoderReplica(config, args.device, args.hang_after_s, keepable=True)
+    replica = EncoderReplica(config, args.device, args.hang_after_s)
     return Batcher(LocalSlots(replica, num_slots), config, args.batch, args.queue)

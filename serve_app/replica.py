@@ -26,9 +26,9 @@ class EncoderReplica:
     """Loads an Encoder, shows that it answers, and runs its batches one after another."""
 
     def __init__(
-        self, config: EncoderConfig, device: str, hang_after_s: float, *, keepable: bool = False
+        self, config: EncoderConfig, device: str, hang_after_s: float, *, lends: bool = False
     ) -> None:
-        """`keepable`: its callers live in this process, and hold rows for as long as they like."""
+        """`lends`: rows are copied before any caller sees them, as Ray does between processes."""
         speak_up("encoders", logging.INFO)
         if device == "cpu":
             # Ray sets OMP_NUM_THREADS from the logical CPUs that it placed us by, at least 1.
@@ -37,7 +37,7 @@ class EncoderReplica:
         self._outstanding: dict[object, tuple[float, int]] = {}
         self._held_since: dict[str, float] = {}
         self._canary = canary_batch(config)
-        self._engine = Engine(config, device, keepable=keepable)
+        self._engine = Engine(config, device, lends=lends)
         self._engine.encode_now(self._canary)
 
     async def encode(

@@ -58,8 +58,8 @@ class WaitingImages:
         self._limits = limits
         self._num_prefix = NUM_PREFIX[config.family]
         self._queues: defaultdict[Output, deque[Waiting]] = defaultdict(deque)
-        self._values_per_patch = 0.0
-        """Of patch output, where a batch has shown it: how wide rows are is the checkpoint's."""
+        self._values_per_row = 0.0
+        """Of patch output. How wide rows are is the checkpoint's, so a batch has to show it."""
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -89,17 +89,19 @@ class WaitingImages:
 
     def _first_come(self, images: deque[Waiting]) -> list[Waiting]:
         limits, batch = self._limits, list[Waiting]()
-        patches, num_bytes, row_bytes = 0, 0, 0.0
+        patches, num_bytes, values, width = 0, 0, 0.0, 0
         while images and len(batch) < limits.max_images:
             image = images[0]
             if not image.future.done():  # a caller that left costs no encoder time
                 patches += num_patches(image.grid)
                 num_bytes += image.pixels.nbytes
-                row_bytes += self._row_bytes(image)
+                values += self._values(image)
+                # All of them leave the device in one dtype, the widest.
+                width = max(width, BYTES[image.wanted.dtype])
                 if batch and (
                     patches > limits.max_patches
                     or num_bytes > limits.max_bytes
-                    or row_bytes > limits.max_row_bytes
+                    or values * width > limits.max_row_bytes
                 ):
                     break
                 batch.append(image)
@@ -108,14 +110,14 @@ class WaitingImages:
 
     def learn(self, batch: Sequence[Waiting], rows: Sequence[Rows] | Rows) -> None:
         """How large the rows of a batch are."""
-        if batch[0].wanted.output == "patch":
-            patches = sum(num_patches(image.grid) for image in batch)
-            self._values_per_patch = sum(row.size for row in rows) / patches
+        if batch and batch[0].wanted.output == "patch":
+            made = sum(num_patches(image.grid) + self._num_prefix for image in batch)
+            self._values_per_row = sum(row.size for row in rows) / made
 
-    def _row_bytes(self, image: Waiting) -> float:
+    def _values(self, image: Waiting) -> float:
         if image.wanted.output == "pooled":
             return 0.0
-        return self._values_per_patch * num_patches(image.grid) * BYTES[image.wanted.dtype]
+        return self._values_per_row * (num_patches(image.grid) + self._num_prefix)
 
     def observe(self, batch: Sequence[Waiting]) -> None:
         """Measure a batch that is about to be encoded."""
@@ -128,6 +130,8 @@ class WaitingImages:
         fill.observe(patches / limits.max_patches, tags={"budget": "patches"})
         fill.observe(len(batch) / limits.max_images, tags={"budget": "images"})
         fill.observe(num_bytes / limits.max_bytes, tags={"budget": "bytes"})
+        row_bytes = sum(map(self._values, batch)) * max(BYTES[x.wanted.dtype] for x in batch)
+        fill.observe(row_bytes / limits.max_row_bytes, tags={"budget": "row_bytes"})
 
 
 def still_wanted(batch: Sequence[Waiting]) -> list[Waiting]:
@@ -145,9 +149,8 @@ def num_not_finite(rows: Rows) -> int:
     """How many values are NaN or infinite."""
     if rows.dtype == np.float32:
         return rows.size - int(np.count_nonzero(np.isfinite(rows)))
-    # Their exponents are all ones. NumPy would widen each float16 for its own test, which takes
-    # twice as long; bfloat16 it has not.
-    ones = np.uint16(0x7F80 if rows.dtype == np.uint16 else 0x7C00)
+    # Their exponents are all ones. NumPy has no bfloat16, and is slow to test float16.
+    ones = np.uint16({"uint16": 0x7F80, "float16": 0x7C00}[rows.dtype.name])
     return int(np.count_nonzero(rows.view(np.uint16) & ones == ones))
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 from benchmarks import bench_serve, load
 from benchmarks.load import Load, Sample, Window
 from benchmarks.serving import bare, images, meters
-from benchmarks.serving.bare import Bare, Want, cut, packed
+from benchmarks.serving.bare import Bare, Cost, Want, cut, packed
 from benchmarks.serving.measuring import Graphs, Seen, row_of
 from benchmarks.serving.meters import Beside, Cores
 from benchmarks.serving.plans import PLANS, Service, Shot, Wanted, stages
@@ -265,7 +265,16 @@ def test_batches_are_those_that_a_load_can_form(
 ) -> None:
     limits = BatchLimits(max_images=4, max_patches=10)
 
-    assert [len(batch) for batch in cut(patches, outstanding, limits)] == cuts
+    assert [len(batch) for batch in cut(list(map(Cost, patches)), outstanding, limits)] == cuts
+
+
+@pytest.mark.parametrize("limits", [BatchLimits(max_bytes=20), BatchLimits(max_row_bytes=30)])
+def test_bytes_bound_the_batches_of_the_bare_encoder_as_they_do_in_the_service(
+    limits: BatchLimits,
+) -> None:
+    costs = [Cost(1, 10, 15.0)] * 5
+
+    assert [len(batch) for batch in cut(costs, 500, limits)] == [2, 2, 1]
 
 
 def test_the_app_is_as_a_serve_file_has_it(tmp_path: Path) -> None:
@@ -420,7 +429,7 @@ def test_batches_that_more_waiting_images_would_not_change_are_measured_once(
     tmp_path: Path,
 ) -> None:
     tiny, case = str(write_tiny_encoder(tmp_path)), "56x70"
-    wants = [Want(case, outstanding, "pooled") for outstanding in (2, 4, 8)]
+    wants = [Want(case, outstanding, "pooled") for outstanding in (8, 4, 2)]
 
     found, _, _ = bare.measure_bare(
         tiny, "cpu", {case: images.jpegs(case, 8)}, wants,

@@ -60,15 +60,25 @@ class Bare:
     gpu_busy: float | None = None
 
 
-def cut(patches: Sequence[int], outstanding: int, limits: BatchLimits) -> list[range]:
+class Cost(NamedTuple):
+    """What an image takes of a batch."""
+
+    patches: int
+    num_bytes: int = 0
+    row_bytes: float = 0.0
+
+
+def cut(costs: Sequence[Cost], outstanding: int, limits: BatchLimits) -> list[range]:
     """Batches of images in their order, each as large as the limits and the load allow."""
     batches, start = list[range](), 0
     most = min(outstanding, limits.max_images)
-    while start < len(patches):
-        end, total = start, 0
-        while end < len(patches) and end - start < most:
-            total += patches[end]
-            if end > start and total > limits.max_patches:
+    room = Cost(limits.max_patches, limits.max_bytes, limits.max_row_bytes)
+    while start < len(costs):
+        end, totals = start, [0.0] * len(room)
+        while end < len(costs) and end - start < most:
+            totals = [total + cost for total, cost in zip(totals, costs[end], strict=True)]
+            over = any(total > limit for total, limit in zip(totals, room, strict=True))
+            if end > start and over:
                 break
             end += 1
         batches.append(range(start, end))
@@ -77,15 +87,25 @@ def cut(patches: Sequence[int], outstanding: int, limits: BatchLimits) -> list[r
 
 
 def packed(
-    images: Sequence[bytes], outstanding: int, config: EncoderConfig, limits: BatchLimits
+    images: Sequence[bytes],
+    outstanding: int,
+    config: EncoderConfig,
+    limits: BatchLimits,
+    row_bytes: float = 0.0,
 ) -> list[PackedBatch]:
-    """The images decoded, in the largest batches that so many at once can become; whole ones."""
+    """The images decoded, in the largest batches that so many at once can become; whole ones.
+
+    `row_bytes`: what a patch comes back as.
+    """
     pixels, grids, ranges = list[Pixels](), list[GridTHW](), list[range]()
+    costs = list[Cost]()
     for data in images:
         image, grid = read(data, config)
         pixels.append(image)
         grids.append(grid)
-        ranges = cut([num_patches(grid) for grid in grids], outstanding, limits)
+        patches = num_patches(grid)
+        costs.append(Cost(patches, image.nbytes, row_bytes * patches))
+        ranges = cut(costs, outstanding, limits)
         if len(ranges) > NUM_BATCHES:
             break
     prefix = NUM_PREFIX[config.family]
@@ -121,11 +141,14 @@ def measure_bare(
     found, formed = list[Bare](), set[tuple[str, str, tuple[int, ...]]]()
     if wants:
         loaded = Encoder.load(config, device)
-        for want in wants:
+        # What more waiting images would not change is left out below, so the fewest come first.
+        for want in sorted(wants, key=lambda want: want.outstanding):
             if time.monotonic() > until:
                 sys.stderr.write(f"not measured: {want}: no time\n")
                 continue
-            batches = packed(images[want.case], want.outstanding, config, limits)
+            files = images[want.case]
+            row_bytes = row_bytes_of(loaded, files[0], limits) if want.output == "patch" else 0.0
+            batches = packed(files, want.outstanding, config, limits, row_bytes)
             images_of = tuple(batch.layout.num_images for batch in batches)
             if (want.case, want.output, images_of) in formed:
                 continue  # more wait, but no more of them fit in a batch
@@ -141,6 +164,13 @@ def measure_bare(
     hardware = torch.cuda.get_device_name() if on_gpu else cpu_name()
     machine = Machine(device, hardware, torch.cuda.device_count() if on_gpu else 0)
     return found, machine, encoder
+
+
+def row_bytes_of(encoder: "Encoder", image: bytes, limits: BatchLimits) -> float:
+    """What a patch comes back as, in float16."""
+    (batch,) = packed([image], 1, encoder.config, limits)
+    rows = encoder.forward(batch, "patch")
+    return 2 * rows.numel() / num_patches(batch.layout.grid_thw[0])
 
 
 def measure_one(

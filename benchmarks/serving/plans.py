@@ -10,6 +10,8 @@ from pathlib import PurePath
 CALLERS = {"224x224": 64, "512x512": 256, "768x1024": 96, "2048x1600": 24, "mix": 64, "varied": 64}
 """Callers of a closed loop that keep one GPU busy and wait less than the warm-up, by case."""
 OTHER_CALLERS = 32
+PATCH_CALLERS = 128
+"""Of patch rows, which take longer to leave than to be computed."""
 SIZES = ("512x512", "768x1024", "2048x1600")
 LONE = "512x512"
 """The case in which a lone caller's latency is taken apart."""
@@ -163,7 +165,7 @@ def patch(wanted: Wanted) -> Pairs:
     for topology in wanted.topologies_or("fused"):
         service = Service(wanted.encoder, topology)
         for case in wanted.cases_or(LONE):
-            for concurrency in wanted.callers(case):
+            for concurrency in wanted.concurrencies or (PATCH_CALLERS,):
                 yield (
                     service,
                     Shot(

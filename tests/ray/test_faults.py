@@ -345,9 +345,9 @@ class HangingEngine(Engine):
 class Hangs(EncoderReplica):
     """An encoder with that engine."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **more: Any) -> None:
         replica_module.Engine = HangingEngine  # in this process, which is this replica's own
-        super().__init__(*args)
+        super().__init__(*args, **more)
 
 
 @pytest.fixture(scope="module")

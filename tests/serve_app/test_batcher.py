@@ -3,6 +3,7 @@
 import asyncio
 import io
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -25,6 +26,8 @@ from encoders.errors import (
 from encoders.graph_keys import Planner
 from encoders.graph_stats import Digest
 from encoders.packing import Call, PackedBatch, PackedLayout
+from serve_app import batcher as batcher_module
+from serve_app import waiting as waiting_module
 from serve_app.batcher import Batcher, QueueLimits
 from serve_app.canary import CANARY
 from serve_app.service import Embedding, EncoderGraphs, ImageItem, Rows
@@ -251,6 +254,32 @@ async def test_each_budget_splits_a_batch(limits: BatchLimits) -> None:
 
     assert slots.batch_sizes == [1, 2, 2, 1]
     assert colours(embeddings) == [colour(i) for i in range(5)]
+
+
+async def test_while_rows_are_read_through_the_next_batch_has_the_slot_and_is_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    count = waiting_module.count_not_finite
+
+    def slow_count(batch: Sequence[waiting_module.Waiting], rows: Rows) -> list[int]:
+        begun.set()
+        assert go_on.wait(30)
+        return count(batch, rows)
+
+    monkeypatch.setattr(waiting_module, "count_not_finite", slow_count)
+    monkeypatch.setattr(batcher_module, "LITTLE", 0)
+    slots = Slots(num_slots=1)
+    batcher = make_batcher(slots)
+    first = asyncio.create_task(batcher.submit([image(1)], 60))
+    await until(begun.is_set)
+
+    second = asyncio.create_task(batcher.submit([image(2)], 60))
+    await until(lambda: len(slots.batches) == 2)
+
+    assert not first.done()
+    go_on.set()
+    assert colours(await first) + colours(await second) == [colour(1), colour(2)]
 
 
 @pytest.mark.parametrize(
@@ -561,9 +590,14 @@ async def test_a_caller_that_leaves_while_its_batch_runs_does_not_disturb_the_ot
     batcher = make_batcher(slots)
     plug = await plugged(slots, batcher)
     requests = [await waiting(batcher, image(i)) for i in range(3)]
+
+    def stop_the_next(rows: Rows) -> Rows:
+        slots.go.clear()
+        return rows
+
+    slots.change = stop_the_next
     slots.go.set()
     await plug
-    slots.go.clear()
     await until(lambda: len(slots.batches) == 2)
 
     requests[0].cancel()

@@ -144,6 +144,32 @@ async def test_a_batch_is_cut_by_the_bytes_of_its_rows_once_one_has_told_how_man
     assert [len(dtypes) for _, dtypes in slots.batches] == batches
 
 
+async def test_rows_of_several_dtypes_count_as_wide_as_the_widest(
+    slots: Slots, config: EncoderConfig
+) -> None:
+    item, rows = IMAGES[0], ROWS[0]
+    limits = BatchLimits(max_row_bytes=3 * rows * QWEN3_VL_COLUMNS * 2)
+    batcher = Batcher(slots, config, limits, QueueLimits(decode_threads=1))
+    slots.go.set()
+    await batcher.submit([item] * 4, 60, Wanted("patch"))
+    slots.go.clear()
+    slots.batches.clear()
+    requests = list[asyncio.Task[object]]()
+    for count, dtype in enumerate(("float16", "bfloat16", "float32", "float16"), 1):
+        wanted = Wanted("patch", dtype)
+        requests.append(asyncio.create_task(batcher.submit([item], 60, wanted)))
+        await all_wait(batcher, *requests, images=count)
+
+    slots.go.set()
+    await asyncio.gather(*requests)
+
+    assert [dtypes for _, dtypes in slots.batches] == [
+        ["float16", "bfloat16"],
+        ["float32"],
+        ["float16"],
+    ]
+
+
 async def test_rows_of_one_image_may_be_more_than_a_batch_may_have(
     slots: Slots, config: EncoderConfig
 ) -> None:
@@ -231,7 +257,7 @@ async def test_rows_that_callers_of_this_process_hold_are_not_in_pinned_memory(
     monkeypatch.setattr("encoders.forward.download", download)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     fused = fused_service(AppArgs(device="cpu"), config, 1)
-    replica = EncoderReplica(config, "cpu", 60)
+    replica = EncoderReplica(config, "cpu", 60, lends=True)
 
     (kept,) = await fused.submit(IMAGES[:1], 60, Wanted(kind, "float16"))
     batch = batch_of(Encoder.load(config), IMAGES[0].data)

@@ -22,7 +22,7 @@ from tests.tiny import write_tiny_encoder
 class ObservedEngine(Engine):
     """The real engine, which notes what it runs, and waits or fails when told to."""
 
-    def __init__(self, config: EncoderConfig, device: str, *, keepable: bool) -> None:
+    def __init__(self, config: EncoderConfig, device: str, *, lends: bool) -> None:
         self.encoded = list[int]()
         """Images in each batch that it began."""
         self.threads = set[str]()
@@ -31,7 +31,7 @@ class ObservedEngine(Engine):
         self.go = threading.Event()
         self.go.set()
         self.error: Exception | None = None
-        super().__init__(config, device, keepable=keepable)
+        super().__init__(config, device, lends=lends)
 
     def _start(self, batch: PackedBatch, *wanted: Any) -> Started:
         self.encoded.append(batch.layout.num_images)
