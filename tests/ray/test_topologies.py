@@ -1,6 +1,7 @@
 """The same service in every topology, and what survives the death of a replica in each."""
 
 import io
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -43,7 +44,9 @@ def test_every_topology_gives_the_same_embeddings(
     expected = np.stack(demo_encoder.encode(PackedBatch.of(pixels, grids, 1)))
     np.testing.assert_allclose(np.load(io.BytesIO(reply.content)), expected, atol=2e-5)
     assert ready.status_code == 200
-    ((_, graphs),) = models["data"][0]["graphs"].items()
+    ((encoder, graphs),) = models["data"][0]["graphs"].items()
     assert graphs["misses"].keys() == {"backend"}  # of one encoder, which is on the CPU
+    environ = Path(f"/proc/{encoder.rpartition(':')[2]}/environ").read_bytes()
+    assert b"OMP_WAIT_POLICY=PASSIVE" in environ
     assert set(serve.status().applications[topology].deployments) == TIERS[topology]
     serve.delete(topology)

@@ -182,6 +182,22 @@ def test_only_an_encoder_takes_a_gpu_and_only_on_one(device: str, num_gpus: int)
     assert gpus == {"Ingress": 0, "Batcher": 0, "Encoder": num_gpus}
 
 
+@pytest.mark.parametrize("topology", ["split", "fused"])
+@pytest.mark.parametrize(("device", "patient"), [("cpu", True), ("cuda", False)])
+def test_threads_of_an_encoder_on_a_cpu_do_not_spin(
+    device: str, patient: bool, topology: str
+) -> None:
+    app = unfold(
+        build_app(AppArgs(encoder="qwen3-vl-2b", device=device, topology=topology, batch=LARGE)),
+        name="encoder",
+    )
+
+    tier = "Encoder" if topology == "split" else "Ingress"
+    (options,) = (x.ray_actor_options or {} for x in app.deployments if x.name == tier)
+    variables = options.get("runtime_env", {}).get("env_vars", {})
+    assert (variables.get("OMP_WAIT_POLICY") == "PASSIVE") is patient
+
+
 def test_an_encoder_has_as_many_requests_as_slots_and_the_others_leave_refusing_to_us() -> None:
     app = built()
 
