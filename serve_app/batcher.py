@@ -183,7 +183,8 @@ class Batcher:
                         raise
                     metrics.counter("encoder_retries_total").inc()
                 else:
-                    await self._settle(batch, rows)  # the slot has its next batch meanwhile
+                    if batch:  # the slot has its next one meanwhile
+                        await self._settle(batch, rows)
                     return
         except Exception as error:  # belongs to the callers; the next batch is served
             batch = self._take() if batch is None else batch

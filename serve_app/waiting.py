@@ -110,7 +110,7 @@ class WaitingImages:
 
     def learn(self, batch: Sequence[Waiting], rows: Sequence[Rows] | Rows) -> None:
         """How large the rows of a batch are."""
-        if batch and batch[0].wanted.output == "patch":
+        if batch[0].wanted.output == "patch":
             made = sum(num_patches(image.grid) + self._num_prefix for image in batch)
             self._values_per_row = sum(row.size for row in rows) / made
 

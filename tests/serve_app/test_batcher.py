@@ -585,6 +585,32 @@ async def test_no_batch_is_made_when_every_caller_left() -> None:
     assert colours(await batcher.submit([image(5)], TIMEOUT_S)) == [colour(5)]
 
 
+async def test_of_a_batch_that_everyone_left_nothing_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settled = list[int]()
+    settle = waiting_module.settle
+
+    def noted(batch: Sequence[waiting_module.Waiting], *more: Any) -> None:
+        settled.append(len(batch))
+        settle(batch, *more)
+
+    monkeypatch.setattr(waiting_module, "settle", noted)
+    slots = Slots()
+    batcher = make_batcher(slots)
+    plug = await plugged(slots, batcher)
+    request = await waiting(batcher, image(1))
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+    slots.go.set()
+    await plug
+    await until(lambda: is_idle(batcher))
+
+    assert settled == [1]  # Ray's counters raise when nothing is added
+
+
 async def test_a_caller_that_leaves_while_its_batch_runs_does_not_disturb_the_others() -> None:
     slots = Slots()
     batcher = make_batcher(slots)
