@@ -34,8 +34,6 @@ from serve_app.service import Encoded, GraphStats
 
 BATCH = PackedBatch.of([np.zeros((28, 28, 3), np.uint8)], [(1, 2, 2)], 1)
 POLICIES: dict[str, dict[str, float]] = {"Ray's own": {}, "ours": LEASES}
-
-
 WARM_UP_S = 2.0
 
 

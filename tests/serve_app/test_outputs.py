@@ -115,6 +115,17 @@ async def test_a_batch_is_of_one_kind_and_the_one_that_waits_longest_goes_first(
     assert shapes == [(ROWS[0], QWEN3_VL_COLUMNS), (8,), (ROWS[2], QWEN3_VL_COLUMNS), (8,)]
 
 
+async def one_that_knows(slots: Slots, config: EncoderConfig, max_row_bytes: int) -> Batcher:
+    """A batcher of that limit which a batch has told how wide rows are; the next one waits."""
+    limits = BatchLimits(max_row_bytes=max_row_bytes)
+    batcher = Batcher(slots, config, limits, QueueLimits(decode_threads=1))
+    slots.go.set()
+    await batcher.submit(IMAGES[:1], 60, Wanted("patch"))
+    slots.go.clear()
+    slots.batches.clear()
+    return batcher
+
+
 @pytest.mark.parametrize(
     ("wanted", "batches"),
     [
@@ -128,13 +139,8 @@ async def test_a_batch_is_of_one_kind_and_the_one_that_waits_longest_goes_first(
 async def test_a_batch_is_cut_by_the_bytes_of_its_rows_once_one_has_told_how_many(
     slots: Slots, config: EncoderConfig, wanted: Wanted, batches: list[int]
 ) -> None:
-    item, rows = IMAGES[0], ROWS[0]
-    limits = BatchLimits(max_row_bytes=3 * rows * QWEN3_VL_COLUMNS * 2)
-    batcher = Batcher(slots, config, limits, QueueLimits(decode_threads=1))
-    slots.go.set()
-    await batcher.submit([item] * 4, 60, Wanted("patch"))
-    slots.go.clear()
-    slots.batches.clear()
+    item = IMAGES[0]
+    batcher = await one_that_knows(slots, config, 3 * ROWS[0] * QWEN3_VL_COLUMNS * 2)
     request = asyncio.create_task(batcher.submit([item] * 4, 60, wanted))
     await all_wait(batcher, request, images=4)
 
@@ -147,13 +153,8 @@ async def test_a_batch_is_cut_by_the_bytes_of_its_rows_once_one_has_told_how_man
 async def test_rows_of_several_dtypes_count_as_wide_as_the_widest(
     slots: Slots, config: EncoderConfig
 ) -> None:
-    item, rows = IMAGES[0], ROWS[0]
-    limits = BatchLimits(max_row_bytes=3 * rows * QWEN3_VL_COLUMNS * 2)
-    batcher = Batcher(slots, config, limits, QueueLimits(decode_threads=1))
-    slots.go.set()
-    await batcher.submit([item] * 4, 60, Wanted("patch"))
-    slots.go.clear()
-    slots.batches.clear()
+    item = IMAGES[0]
+    batcher = await one_that_knows(slots, config, 3 * ROWS[0] * QWEN3_VL_COLUMNS * 2)
     requests = list[asyncio.Task[object]]()
     for count, dtype in enumerate(("float16", "bfloat16", "float32", "float16"), 1):
         wanted = Wanted("patch", dtype)
@@ -173,13 +174,12 @@ async def test_rows_of_several_dtypes_count_as_wide_as_the_widest(
 async def test_rows_of_one_image_may_be_more_than_a_batch_may_have(
     slots: Slots, config: EncoderConfig
 ) -> None:
-    batcher = Batcher(slots, config, BatchLimits(max_row_bytes=1), QueueLimits(decode_threads=1))
+    batcher = await one_that_knows(slots, config, 1)
     slots.go.set()
-    await batcher.submit(IMAGES[:1], 60, Wanted("patch"))
 
     await batcher.submit(IMAGES, 60, Wanted("patch"))
 
-    assert [len(dtypes) for _, dtypes in slots.batches] == [1] * 5
+    assert [len(dtypes) for _, dtypes in slots.batches] == [1] * 4
 
 
 @pytest.mark.parametrize("kind", ["pooled", "patch"])
