@@ -14,9 +14,10 @@ import sys
 from typing import Any
 
 from encoders.config import GraphSettings
+from serve_app.engine import BUSY_SHARE
 from serve_app.waiting import BatchLimits
 from tests.traces import BURSTS
-from tests.virtual_time import CAPTURE_MS, EAGER_FLOOR_MS, SLOTS, Summary, compare
+from tests.virtual_time import EAGER_FLOOR_MS, SLOTS, Summary, compare
 
 RUNS = [("app", "exact"), ("app", "budget"), ("web", "exact"), ("web", "budget")]
 COLUMNS = {
@@ -60,7 +61,7 @@ def main() -> None:
     conditions = {
         "bursts": {name: bursts._asdict() for name, bursts in BURSTS.items()},
         "eager_floor_ms": EAGER_FLOOR_MS,
-        "capture_ms": CAPTURE_MS,
+        "busy_share": BUSY_SHARE,
         "slots": SLOTS,
         "graph_capacity": GraphSettings().graph_capacity,
         "prefer_within_ms": BatchLimits().prefer_within_ms,

@@ -1,5 +1,6 @@
 """Captured graphs: how one is made and compared with eager before it may answer anybody."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from encoders.recorder import CudaRecorder, Graph, Recorder, milliseconds_since
 from encoders.transfer import same_bits
 
 TIMINGS = 3
-"""Runs of which the best counts."""
+"""Runs of each way, of which the best counts."""
 PROBE_SIDES = (1, 2, 4, 8, 16)
 """Merged patches along a side of the images that the start-up probe encodes."""
 
@@ -38,12 +39,16 @@ class CapturedGraph:
     """Taken by its recording, growth of the graph pool included."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """A graph on trial, and the calls that it has still to get right."""
+    """A graph on trial: what it takes, and the calls that it has still to get right."""
 
     captured: CapturedGraph
     witnesses: Iterator[Call]
+    timings: int = 0
+    eager_ms: float = math.inf
+    replay_ms: float = math.inf
+    """The best so far, with all that the host does for either."""
 
 
 class TooLittleMemory(Exception):
@@ -109,19 +114,16 @@ class GraphMaker:
         captured.graph.replay()
         return same_bits(captured.rows_RD[: len(eager_RD)], eager_RD)
 
-    def times(self, captured: CapturedGraph) -> tuple[float, float]:
-        """Milliseconds of eager and of the graph, for the call that it was captured for.
-
-        Best of some, with all that the host does for either.
-        """
-        call, recorder = captured.call, self.recorder
+    def time(self, candidate: Candidate) -> None:
+        """Measure eager and the graph once more, for the call that it was captured for. Waits."""
+        captured, measured = candidate.captured, self.recorder.measured
+        call = captured.call
         patches_PC = captured.place.patches_PC[: call.layout.num_patches].clone()
-        eager = [recorder.measured(lambda: self._eager(captured, call)) for _ in range(TIMINGS)]
-        replays = [
-            recorder.measured(lambda: self.replay(captured, patches_PC, call))
-            for _ in range(TIMINGS)
-        ]
-        return min(x.milliseconds for x in eager), min(x.milliseconds for x in replays)
+        eager = measured(lambda: self._eager(captured, call)).milliseconds
+        replayed = measured(lambda: self.replay(captured, patches_PC, call)).milliseconds
+        candidate.eager_ms = min(candidate.eager_ms, eager)
+        candidate.replay_ms = min(candidate.replay_ms, replayed)
+        candidate.timings += 1
 
     def replay(self, captured: CapturedGraph, patches_PC: Tensor, call: Call) -> Tensor:
         """A batch's rows, in memory that belongs to the caller. Waits for nothing."""

@@ -5,7 +5,7 @@ from heapq import nsmallest
 from itertools import count
 from typing import Literal
 
-from encoders.captured import CapturedGraph
+from encoders.captured import Candidate, CapturedGraph
 from encoders.graph_keys import GraphKey
 from encoders.graph_stats import Miss
 from encoders.packing import Call
@@ -133,11 +133,12 @@ class Admission:
         """The key stays eager."""
         _remember(self._tries, key, MAX_TRIES)
 
-    def gains(self, key: GraphKey, patches: int, eager_ms: float, replay_ms: float) -> bool:
+    def gains(self, candidate: Candidate) -> bool:
         """Whether a graph is worth keeping, as measured; what is learnt holds for other sizes."""
         if not self._by_gain:
             return True
-        if replay_ms <= (1 - LEAST_GAIN) * eager_ms:
+        key, patches = candidate.captured.plan.key, candidate.captured.call.layout.num_patches
+        if candidate.replay_ms <= (1 - LEAST_GAIN) * candidate.eager_ms:
             self._largest_gain = max(self._largest_gain, patches)
             self._losses.pop(key, None)
         else:

@@ -95,9 +95,9 @@ class GraphRunner:
     def idle(self, *, may_rebuild: bool = True) -> bool:
         """Take one step of what no request should wait for; whether there is another to take.
 
-        A step takes about as long as two batches: a recording, or one comparison with eager, of
-        which a graph has to pass several. Giving up all graphs for new ones is another. Waits for
-        the device.
+        A step takes about as long as two batches: a recording, one measurement beside eager, or one
+        comparison with it, of which a graph has to pass several. Giving up all graphs for new ones
+        is another. Waits for the device.
         """
         if self._store is not None:
             with self.on_stream():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from encoders.attention_kernels import KERNEL_FAILURES
-from encoders.captured import Candidate, CapturedGraph, GraphMaker, TooLittleMemory
+from encoders.captured import TIMINGS, Candidate, CapturedGraph, GraphMaker, TooLittleMemory
 from encoders.config import GraphSettings
 from encoders.graph_cache import Admission, GraphCache
 from encoders.graph_keys import GraphKey
@@ -76,7 +76,7 @@ class GraphStore:
         return self._rebuild_due or (due and not self._disabled and not short)
 
     def work(self, *, may_rebuild: bool = True) -> None:
-        """One step: a rebuild, a recording, or one comparison of the last. Waits for the device."""
+        """One step: a rebuild, a recording, or one measurement or comparison of it. Waits."""
         if self._rebuild_due:
             if may_rebuild:
                 self.rebuild()
@@ -184,31 +184,30 @@ class GraphStore:
             self._candidate = Candidate(captured, iter(witnesses))
 
     def _try(self, candidate: Candidate) -> None:
-        """One comparison; after the last, the graph is kept if it is worth it."""
-        captured, witness = candidate.captured, next(candidate.witnesses, None)
+        """One measurement, or one comparison; after the last, the graph is kept."""
+        captured, is_timed = candidate.captured, candidate.timings == TIMINGS
+        witness = next(candidate.witnesses, None) if is_timed else None
+        if is_timed and witness is None:
+            self._keep(candidate)
+            return
         try:
-            if witness is not None:
-                agrees = self._maker.agrees(captured, witness)
-                if not agrees and not self._tolerates(captured.plan.key):
-                    self._stats.mismatches += 1
-                    self._drop(captured, "a capture")
-                return
-            eager_ms, replay_ms = self._maker.times(captured)
+            if witness is None:  # times first: most large ones end here
+                self._maker.time(candidate)
+                if candidate.timings == TIMINGS and not self._admission.gains(candidate):
+                    self._stats.no_gain += 1
+                    self._free(captured)
+            elif not (self._maker.agrees(captured, witness) or self._tolerates(captured.plan.key)):
+                self._stats.mismatches += 1
+                self._drop(captured, "a capture")
         except KERNEL_FAILURES as error:  # out of memory, or worse
             self._free(captured)
-            self._failed(f"the comparison of {captured.plan.key}", error)
-        else:
-            self._candidate = None
-            self._admit(captured, eager_ms, replay_ms)
+            self._failed(f"the trial of {captured.plan.key}", error)
 
-    def _admit(self, captured: CapturedGraph, eager_ms: float, replay_ms: float) -> None:
-        key, patches = captured.plan.key, captured.call.layout.num_patches
-        if not self._admission.gains(key, patches, eager_ms, replay_ms):
-            self._stats.no_gain += 1
-            self._free(captured)
-            return
-        logger.info("%s: %.1f ms eagerly, %.1f as a graph", key, eager_ms, replay_ms)
-        for evicted in self._cache.install(captured):
+    def _keep(self, candidate: Candidate) -> None:
+        key, times = candidate.captured.plan.key, (candidate.eager_ms, candidate.replay_ms)
+        logger.info("%s: %.1f ms eagerly, %.1f as a graph", key, *times)
+        self._candidate = None
+        for evicted in self._cache.install(candidate.captured):
             self._stats.evictions += 1
             self._free(evicted)
 

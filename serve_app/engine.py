@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CAPTURE_EVERY_S = 10.0
-"""An engine without a pause takes one step of idle work in this time, of about two batches."""
+BUSY_SHARE = 0.02
+"""Of its time that an engine without a pause spends on idle work, in steps of about two batches."""
 
 
 class Engine:
@@ -44,7 +44,7 @@ class Engine:
         self._published = GraphStats()
         self._told = self._thread.submit(self._encoder.graphs.stats).result()
         self._num_batches = 0
-        self._captured_at = time.monotonic()
+        self._rests_until = 0.0
         self._idle_work: asyncio.Task[None] | None = None
 
     def encode_now(self, batch: PackedBatch) -> None:
@@ -89,14 +89,18 @@ class Engine:
     async def _work_while_idle(self) -> None:
         more = True
         while more and self._may_idle():
-            step = partial(self._encoder.idle, may_rebuild=not self._num_batches)
-            try:
-                more = await self._in(self._thread, step)
-            finally:
-                self._captured_at = time.monotonic()
+            more = await self._in(self._thread, self._step, not self._num_batches)
+
+    def _step(self, may_rebuild: bool) -> bool:
+        begin = time.monotonic()
+        try:
+            return self._encoder.idle(may_rebuild=may_rebuild)
+        finally:
+            end = time.monotonic()
+            self._rests_until = end + (end - begin) / BUSY_SHARE
 
     def _may_idle(self) -> bool:
-        return not self._num_batches or time.monotonic() - self._captured_at > CAPTURE_EVERY_S
+        return not self._num_batches or time.monotonic() > self._rests_until
 
     async def _in(self, thread: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(thread, function, *args)

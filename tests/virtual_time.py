@@ -8,8 +8,8 @@ An H200 with Qwen3-VL-32B's tower, fused, FlashAttention 4. In milliseconds:
 * a replay takes that and 0.3 more: 2.8 for 1 024 patches, 9.2 for 4 x 1 024, 17.9 for 8 x 1 024,
   where 2.9, 8.9 and 17.9 were measured;
 * eager takes as long as the device, and never less than the 12 that launching takes;
-* a step of idle work, of which a graph needs several, takes 50, in pauses, and once in 10 s without
-  one, as `Engine` does it.
+* a step of idle work, of which a graph needs several, takes what it runs, as if eagerly; steps are
+  taken in pauses, and without one for a small share of the time, as `Engine` does it.
 
 Two batches at most are on the encoder: one runs, one waits for it. A batch is formed by the digest
 that came with the last batch that had ended.
@@ -40,14 +40,13 @@ from encoders.graph_runner import GraphRunner
 from encoders.graph_stats import Digest
 from encoders.packing import Call, Output, PackedLayout
 from encoders.recorder import Measured
-from serve_app.engine import CAPTURE_EVERY_S
+from serve_app.engine import BUSY_SHARE
 from serve_app.waiting import BatchLimits, Waiting, WaitingImages
 from tests.fake_graphs import FakeRecorder
 from tests.traces import BURSTS, CONFIG, Arrival, Bursts, arrivals
 
 EAGER_FLOOR_MS = 12.0
 REPLAY_MS = 0.3
-CAPTURE_MS = 50.0
 SLOTS = 2
 TILE = 128
 NO_PIXELS = np.empty((0, 0, 3), np.uint8)
@@ -85,6 +84,8 @@ class MeteredTower:
     def __init__(self) -> None:
         self.ran: list[AttentionLayout] = []
         """Of each call since `took_ms`."""
+        self.worked: list[AttentionLayout] = []
+        """Of each call since `work_ms`."""
 
     def inputs(self, layout: PackedLayout) -> Inputs:
         return Inputs(torch.tensor(layout.cu_seqlens, dtype=torch.float32))
@@ -96,6 +97,7 @@ class MeteredTower:
         self, patches_PC: Tensor, inputs: Inputs, attention: AttentionLayout, output: Output
     ) -> Tensor:
         self.ran.append(attention)  # a capture forbids to read it
+        self.worked.append(attention)
         return inputs.bounds_N.diff()[:, None]
 
 
@@ -142,6 +144,15 @@ class Encoder:
         self.runner.run(self._patches[: call.layout.num_patches], call)
         replayed = self._recorder.replays > replays
         return took_ms(self._tower, replayed=replayed), replayed
+
+    def work_ms(self) -> float:
+        """Take a step of idle work, and what it took."""
+        self._tower.worked.clear()
+        self.runner.idle()
+        return sum(
+            max(EAGER_FLOOR_MS, device_ms(bounds.tolist(), max_seqlen))
+            for bounds, max_seqlen in self._tower.worked
+        )
 
     def gains(self, call: Call) -> bool:
         """Whether the graph that the mode has for a batch would be worth keeping."""
@@ -230,7 +241,7 @@ class World:
         """Of the batches that hold a slot."""
         self._told: deque[tuple[float, Digest]] = deque()
         self._digest: Digest | None = None
-        self._now_ms = self._free_ms = self._captured_ms = 0.0
+        self._now_ms = self._free_ms = self._rests_until_ms = 0.0
 
     def run(self, batches: int) -> None:
         """So many steps."""
@@ -278,15 +289,14 @@ class World:
         runner = self.encoder.runner
         while self._free_ms < now and runner.has_work:
             self._capture()
-        overdue = self._free_ms - self._captured_ms > CAPTURE_EVERY_S * 1e3
-        if self._free_ms > now and overdue and runner.has_work:
+        if self._free_ms > max(now, self._rests_until_ms) and runner.has_work:
             self._capture()
         return max(now, self._free_ms)
 
     def _capture(self) -> None:
-        self.encoder.runner.idle()
-        self._free_ms += CAPTURE_MS
-        self._captured_ms = self._free_ms
+        took_ms = self.encoder.work_ms()
+        self._free_ms += took_ms
+        self._rests_until_ms = self._free_ms + took_ms / BUSY_SHARE
 
     def _count(
         self, batch: list[Waiting], call: Call, start: float, ms: float, replayed: bool

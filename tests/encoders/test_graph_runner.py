@@ -19,7 +19,7 @@ from encoders import attention_kernels, transfer
 from encoders.arena import Arena
 from encoders.attention import AttentionLayout, Backend, sdpa
 from encoders.attention_kernels import Target, load_aiter
-from encoders.captured import GraphMaker
+from encoders.captured import TIMINGS, GraphMaker
 from encoders.config import EncoderConfig, GraphSettings
 from encoders.encoder import Encoder
 from encoders.errors import ConfigError
@@ -558,6 +558,26 @@ def test_what_a_graph_does_not_speed_up_is_not_kept_nor_anything_larger() -> Non
     digest = rig.runner.digest()
     assert digest is not None
     assert digest.gains_below == 25
+
+
+def test_what_gains_nothing_is_not_compared_and_no_step_measures_more_than_once() -> None:
+    rig = Rig(admission="gain")
+    call, slow = rig.call((2, 2)), rig.call((4, 4))
+    rig.recorder.replay_ms = 19.5  # eager takes 20
+    steps = list[int]()
+    for miss in (slow, slow):
+        rig.exact(miss)
+    while rig.runner.has_work:
+        before = rig.recorder.replays
+        rig.runner.idle()
+        steps.append(rig.recorder.replays - before)
+
+    assert steps == [0, *[1] * TIMINGS]  # the recording
+    assert rig.runner.stats().no_gain == 1
+
+    rig.recorder.replay_ms = 5.0
+    rig.capture(call, call)
+    assert rig.hits(call) == 1
 
 
 def test_one_disturbed_measurement_does_not_keep_larger_batches_from_their_graphs() -> None:

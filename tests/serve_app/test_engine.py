@@ -1,6 +1,7 @@
 """The engine's pauses: what is captured in them, and what is told of it."""
 
 import asyncio
+import math
 import threading
 import time
 from itertools import pairwise
@@ -94,6 +95,8 @@ async def test_no_capture_begins_while_a_batch_waits_until_it_is_overdue(
     monkeypatch.setattr(
         engine._encoder, "idle", lambda **kw: during.append(engine._num_batches) or idle(**kw)
     )
+    engine._rests_until = math.inf
+    monkeypatch.setattr(engine_module, "BUSY_SHARE", 1e-9)
     await constant_load()
     await until(lambda: no_work(engine))
     assert set(during) == {0}
@@ -101,37 +104,43 @@ async def test_no_capture_begins_while_a_batch_waits_until_it_is_overdue(
 
     engine._thread.submit(engine._encoder.graphs.release).result()
     during.clear()
-    monkeypatch.setattr(engine_module, "CAPTURE_EVERY_S", 0.0)
+    engine._rests_until = 0.0
+    monkeypatch.setattr(engine_module, "BUSY_SHARE", 1e9)
     await constant_load()
     await until(lambda: no_work(engine))
 
     assert max(during) > 0
 
 
-async def test_under_constant_load_one_step_is_taken_in_the_stated_time(
+async def test_under_constant_load_steps_take_no_more_than_their_share_of_the_time(
     config: EncoderConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(config, "cpu")
-    steps = list[float]()
+    steps = list[tuple[float, float]]()
     idle = engine._encoder.idle
-    monkeypatch.setattr(
-        engine._encoder, "idle", lambda **kw: steps.append(time.monotonic()) or idle(**kw)
-    )
-    monkeypatch.setattr(engine_module, "CAPTURE_EVERY_S", 0.2)
-    stop = time.monotonic() + 1.5
+
+    def slow(**how: bool) -> bool:
+        begin = time.monotonic()
+        time.sleep(0.005)
+        more = idle(**how)
+        steps.append((begin, time.monotonic()))
+        return more
+
+    monkeypatch.setattr(engine._encoder, "idle", slow)
+    monkeypatch.setattr(engine_module, "BUSY_SHARE", 0.2)
 
     async def client(start: int) -> None:
         n = start
-        while time.monotonic() < stop:
+        while len(steps) < 5:
             n += 1
             await engine.encode(packed(config, *range(1 + n % 7)), "pooled", ())
 
     await asyncio.gather(*(client(n) for n in (0, 2, 4)))
+    under_load = steps[:5]
     await until(lambda: no_work(engine))
 
-    under_load = [at for at in steps if at < stop]
-    assert under_load
-    assert all(later - earlier > 0.19 for earlier, later in pairwise(under_load))
+    for (begin, end), (later, _) in pairwise(under_load):
+        assert later - end >= (end - begin) / 0.2
 
 
 async def test_idle_work_that_fails_is_logged_and_batches_are_served(
