@@ -21,7 +21,8 @@ statistics are on every interface.
 Plans (benchmarks/serving/plans.py); several share services and repeat nothing:
   sweep       the given proxies, topologies, cases and concurrencies
   topologies  throughput beside the bare tower, a lone caller, an open loop at 80 % of the best
-  graphs      three sizes and their mix with graphs on, off, and with too small a capacity
+  graphs      three sizes and their mix, few callers and many, with graphs on, off, and with too
+              small a capacity; for a while before each, since encoders learn what gains by a graph
   patch       patch rows as float16: payload a second
   small       DINOv2 S/14, 32 images a request
   gpus        one GPU beside several
@@ -55,9 +56,19 @@ from typing import Any
 from benchmarks.load import NPY, Generators
 from benchmarks.serving import bare
 from benchmarks.serving.images import Pools, pools
-from benchmarks.serving.measuring import WARM_UP_S, load_of, measure, measure_memory, row_of
+from benchmarks.serving.measuring import load_of, measure, measure_memory, row_of
 from benchmarks.serving.meters import calmest, memory
-from benchmarks.serving.plans import LOAD_SHARE, PLANS, SAFETENSORS, Service, Shot, Wanted, stages
+from benchmarks.serving.plans import (
+    LEARNING_S,
+    LOAD_SHARE,
+    PLANS,
+    SAFETENSORS,
+    WARM_UP_S,
+    Service,
+    Shot,
+    Wanted,
+    stages,
+)
 from benchmarks.serving.report import Report
 from benchmarks.serving.service import (
     DEPLOYMENTS,
@@ -196,7 +207,7 @@ class Bench:
     def _cost(self, shot: Shot) -> float:
         if shot.requests is not None:
             return REQUESTS_S
-        return WARM_UP_S + float(self._options.seconds) + 1.0
+        return shot.warm_up_s + float(self._options.seconds) + 1.0
 
     def _miss(self, service: Service, shots: Sequence[Shot], why: str) -> None:
         for shot in shots:
@@ -295,7 +306,8 @@ def conditions(options: argparse.Namespace) -> dict[str, str]:
         "plans": ", ".join(options.plan),
         "batch limits": str(limits_of(options).model_dump()),
         "replicas": f"{replicas}; an Encoder for each GPU",
-        "seconds": f"{options.seconds:g} after {WARM_UP_S:g} of warm-up",
+        "seconds": f"{options.seconds:g} after {WARM_UP_S:g} of warm-up; in the plan graphs, "
+        f"after {LEARNING_S:g}",
         "load generators": f"{options.clients} processes of aiohttp {version('aiohttp')}",
         "open loops": f"at {LOAD_SHARE:.0%} of the best closed loop unless a rate is given",
         "environment": " ".join(f"{key}={value}" for key, value in MALLOC.items()),

@@ -27,7 +27,7 @@ from benchmarks.serving import bare, images, meters
 from benchmarks.serving.bare import Bare, Cost, Want, cut, packed
 from benchmarks.serving.measuring import Graphs, Seen, row_of
 from benchmarks.serving.meters import Beside, Cores
-from benchmarks.serving.plans import PLANS, Service, Shot, Wanted, stages
+from benchmarks.serving.plans import PLANS, SIZES, Service, Shot, Wanted, stages
 from benchmarks.serving.report import Report, Row, best_bare, comparisons
 from benchmarks.serving.service import app_arguments, replica_counts
 from benchmarks.serving.weights import write_random
@@ -363,8 +363,10 @@ def test_plans_share_services_and_repeat_nothing() -> None:
     assert len(told) == len(set(told)) == 5  # three topologies; fused without, and with few graphs
     split, fused = (next(x for x in todo if x.topology == name) for name in ("split", "fused"))
     assert todo[split][-1].requests == 10_000
-    closed = [shot.case for shot in todo[fused] if (shot.concurrency or 0) > 1]
-    assert closed == ["512x512", "768x1024", "2048x1600", "mix"]
+    closed = [(shot.case, shot.concurrency) for shot in todo[fused] if shot.concurrency]
+    assert len(closed) == len(set(closed)) == 12
+    assert [case for case, callers in closed if callers > 8] == [*SIZES, "mix"]
+    assert sum(shot.of_best is not None for shot in todo[fused]) == 2
 
 
 @pytest.mark.parametrize("plan", sorted(PLANS))

@@ -13,7 +13,6 @@ from benchmarks.serving.plans import Service, Shot
 from benchmarks.serving.report import MemoryRow, Row, best_bare, lone_of, ratio, rounded
 from benchmarks.serving.service import Server
 
-WARM_UP_S = 2.0
 MEMORY_EVERY_S = 0.5
 WARM_SHARE = 0.1
 """Of the requests over which memory is watched, sent before that."""
@@ -98,7 +97,7 @@ def measure(
     """A window of the load after its warm-up."""
     before = Graphs.of(server.graphs(service.gpus))
     with gpu_meter(num_gpus and service.gpus) as gpus:
-        begin = time.monotonic() + WARM_UP_S
+        begin = time.monotonic() + shot.warm_up_s
         window = Window(begin, begin + seconds)
         generators.start(load, shot.case, window)
         time.sleep(window.begin - time.monotonic())

@@ -10,12 +10,17 @@ from pathlib import PurePath
 CALLERS = {"224x224": 64, "512x512": 256, "768x1024": 96, "2048x1600": 24, "mix": 64, "varied": 64}
 """Callers of a closed loop that keep one GPU busy and wait less than the warm-up, by case."""
 OTHER_CALLERS = 32
+FEW_CALLERS = (1, 8)
+"""Whose batches are small enough for graphs, and cost about as much to launch as to compute."""
 PATCH_CALLERS = 128
 """Of patch rows, which take longer to leave than to be computed."""
 SIZES = ("512x512", "768x1024", "2048x1600")
 LONE = "512x512"
 """The case in which a lone caller's latency is taken apart."""
 LOAD_SHARE = 0.8
+WARM_UP_S = 2.0
+LEARNING_S = 6.0
+"""The same where graphs are compared: an encoder tries at first what gains by one."""
 SMALL_CAPACITY = 2
 """Graphs that are too few for any mix of sizes."""
 SMALL_IMAGES, SMALL_CALLERS = 32, 16
@@ -61,6 +66,7 @@ class Shot:
     """A closed loop of so many, over which memory is watched."""
     query: str = ""
     accept: str = "application/x-npy"
+    warm_up_s: float = WARM_UP_S
 
     @property
     def told(self) -> str:
@@ -145,7 +151,7 @@ def throughput(plan: str, service: Service, cases: Iterable[str], wanted: Wanted
 
 
 def graphs(wanted: Wanted) -> Pairs:
-    """Three sizes and their mix with graphs, without, and with a capacity that is too small."""
+    """Three sizes and their mix, few callers and many: graphs, none, too small a capacity."""
     modes = {
         "on": (),
         "off": (("graph_mode", "off"),),
@@ -156,8 +162,12 @@ def graphs(wanted: Wanted) -> Pairs:
     for topology in wanted.topologies_or("fused"):
         for mode in wanted.graph_modes:
             service = Service(wanted.encoder, topology, graphs=modes[mode])
-            yield from throughput("graphs", service, cases, wanted)
-            yield service, Shot("graphs", cases[-1], of_best=LOAD_SHARE)
+            few = () if wanted.concurrencies else FEW_CALLERS
+            shots = [Shot("graphs", case, concurrency=callers) for case in cases for callers in few]
+            shots += [shot for _, shot in throughput("graphs", service, cases, wanted)]
+            shots.append(Shot("graphs", cases[-1], of_best=LOAD_SHARE))
+            for shot in shots:
+                yield service, replace(shot, warm_up_s=LEARNING_S)
 
 
 def patch(wanted: Wanted) -> Pairs:
@@ -217,13 +227,18 @@ PLANS: dict[str, Callable[[Wanted], Pairs]] = {
 }
 
 
+def same(shot: Shot, other: Shot) -> bool:
+    """Whether one load would be measured twice."""
+    return replace(shot, plan=other.plan, warm_up_s=other.warm_up_s) == other
+
+
 def stages(names: Iterable[str], wanted: Wanted) -> dict[Service, list[Shot]]:
     """What each service gets, in order: the memory of many requests last."""
     found: dict[Service, list[Shot]] = {}
     for name in names:
         for service, shot in PLANS[name](wanted):
             shots = found.setdefault(service, [])
-            if not any(replace(shot, plan=other.plan) == other for other in shots):
+            if not any(same(shot, other) for other in shots):
                 shots.append(shot)
     return {
         service: sorted(shots, key=lambda shot: shot.requests is not None)
