@@ -134,17 +134,21 @@ class Admission:
         _remember(self._tries, key, MAX_TRIES)
 
     def gains(self, candidate: Candidate) -> bool:
-        """Whether a graph is worth keeping, as measured; what is learnt holds for other sizes."""
-        if not self._by_gain:
+        """Whether a graph is worth keeping, as measured; a loss holds for larger sizes too."""
+        is_fast = candidate.replay_ms <= (1 - LEAST_GAIN) * candidate.eager_ms
+        if is_fast or not self._by_gain:
             return True
-        key, patches = candidate.captured.plan.key, candidate.captured.call.layout.num_patches
-        if candidate.replay_ms <= (1 - LEAST_GAIN) * candidate.eager_ms:
-            self._largest_gain = max(self._largest_gain, patches)
-            self._losses.pop(key, None)
-        else:
-            _remember(self._losses, key, patches)
+        captured = candidate.captured
+        _remember(self._losses, captured.plan.key, captured.call.layout.num_patches)
         self._learn()
-        return key not in self._losses
+        return False
+
+    def gained(self, captured: CapturedGraph) -> None:
+        """Remember that a graph is kept, which holds for smaller sizes too."""
+        if self._by_gain:
+            self._largest_gain = max(self._largest_gain, captured.call.layout.num_patches)
+            self._losses.pop(captured.plan.key, None)
+            self._learn()
 
     def refuse(self) -> None:
         """Count a batch that has no graph for lack of gain; measurements do not hold for ever."""

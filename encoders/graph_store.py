@@ -207,6 +207,7 @@ class GraphStore:
         key, times = candidate.captured.plan.key, (candidate.eager_ms, candidate.replay_ms)
         logger.info("%s: %.1f ms eagerly, %.1f as a graph", key, *times)
         self._candidate = None
+        self._admission.gained(candidate.captured)  # only now: one that does nothing is fast too
         for evicted in self._cache.install(candidate.captured):
             self._stats.evictions += 1
             self._free(evicted)

@@ -580,6 +580,19 @@ def test_what_gains_nothing_is_not_compared_and_no_step_measures_more_than_once(
     assert rig.hits(call) == 1
 
 
+def test_a_graph_that_does_nothing_teaches_nothing_of_sizes() -> None:
+    rig = Rig(admission="gain")
+    dead, small, large = (rig.call((n, n)) for n in (6, 4, 5))
+    rig.recorder.dead_captures = 1
+    rig.capture(dead, dead)
+    rig.recorder.replay_ms = 30.0
+    rig.capture(small, small, large, large)
+
+    digest = rig.runner.digest()
+    assert digest is not None
+    assert (rig.runner.stats().mismatches, digest.gains_below) == (1, 25)
+
+
 def test_one_disturbed_measurement_does_not_keep_larger_batches_from_their_graphs() -> None:
     rig = Rig(admission="gain")
     disturbed, large = rig.call((2, 3)), rig.call((4, 4))
