@@ -231,7 +231,7 @@ def cold(bench: Bench) -> dict[str, Any]:
 
 
 def pause(runner: GraphRunner) -> None:
-    """Some steps of idle work: a graph is recorded and compared in about ten."""
+    """Some steps of idle work: a graph is recorded, timed and compared in 6 to 15."""
     for _ in range(STEPS_PER_PAUSE):
         if not runner.idle():
             break

@@ -66,8 +66,8 @@ class Arena:
         return place
 
     def vary_patches(self, place: Place) -> None:
-        """Other values where patches lie, of the same size; none that are not finite."""
-        torch.nan_to_num_(place.patches_PC).neg_()
+        """Other values where patches lie: none that are not finite, nor a padding's zeros."""
+        place.patches_PC.normal_()
 
     def fill(self, place: Place, patches_PC: Tensor, layout: PackedLayout) -> None:
         """Put a batch of that place's key where its graph reads it, and zeros in its padding."""

@@ -1,6 +1,7 @@
 """Which keys have a graph, which are to get one, and which never will."""
 
 from collections import Counter, OrderedDict
+from collections.abc import Container
 from heapq import nsmallest
 from itertools import count
 from typing import Literal
@@ -120,6 +121,14 @@ class Admission:
             return "unseen"
         self.queue[key] = call
         return "queued"
+
+    def next_due(self, graphs: Container[GraphKey]) -> tuple[GraphKey, Call] | None:
+        """Take what is to be captured next: what has a graph by now, or will have none, is not."""
+        while self.queue:
+            key, call = self.queue.popitem(last=False)
+            if key not in graphs and self.refused(key, call.layout.num_patches) is None:
+                return key, call
+        return None
 
     def tried(self, key: GraphKey) -> None:
         """Remember that a capture begins: unless `succeeded` follows, it came to nothing."""

@@ -26,7 +26,7 @@ class GraphStats:
     """Batches that ran eagerly, by reason."""
     captures: int = 0
     capture_ms: float = 0.0
-    """Of all captures together; warm-up and comparison are not in it."""
+    """Of all captures together; what tries them before and after is not in it."""
     longest_capture_ms: float = 0.0
     failures: int = 0
     """Captures that were killed, or refused by the runtime."""
@@ -34,7 +34,7 @@ class GraphStats:
     short_of_memory: int = 0
     """Captures not begun because of the free-memory floor."""
     mismatches: int = 0
-    """Graphs whose first replay was not eager's to the bit; none of them was used."""
+    """Graphs of which a replay on trial was not eager's to the bit; none of them was used."""
     no_gain: int = 0
     """Graphs that were not faster than eager, and not kept."""
     shadow_checks: int = 0

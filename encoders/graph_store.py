@@ -62,7 +62,8 @@ class GraphStore:
         for plan in self._planner.plans(call):
             reason = self._admission.refused(plan.key, call.layout.num_patches)
             if reason is None:
-                return self._admission.see(plan.key, call)
+                on_trial = any(plan.key == captured.plan.key for captured in self._trial)
+                return "queued" if on_trial else self._admission.see(plan.key, call)
             refused = reason
         if refused == "no_gain":
             self._admission.refuse()
@@ -82,8 +83,8 @@ class GraphStore:
                 self.rebuild()
         elif self._candidate is not None:
             self._try(self._candidate)
-        elif self.has_work:
-            self._record(*self._admission.queue.popitem(last=False))
+        elif self.has_work and (due := self._admission.next_due(self._cache.keys())) is not None:
+            self._record(*due)
 
     def ask_for(self, call: Call) -> bool:
         """Queue what a call would be replayed with, seen or not; False if nothing is left to."""
@@ -110,11 +111,9 @@ class GraphStore:
     def release(self) -> None:
         """Give up every graph and the pool's memory. The same keys may be captured again."""
         self._admission.queue.clear()
-        for captured in self._cache.drain():
+        for captured in [*self._cache.drain(), *self._trial]:
             captured.graph.reset()
-        if self._candidate is not None:
-            self._candidate.captured.graph.reset()
-            self._candidate = None
+        self._candidate = None
         try:
             self._recorder.renew()
         except RuntimeError as error:
@@ -125,9 +124,7 @@ class GraphStore:
     def rebuild(self) -> None:
         """Give up every graph and the pool; what is due and the hottest are captured anew."""
         due = OrderedDict(self._admission.queue)
-        if self._candidate is not None:
-            due.setdefault(self._candidate.captured.plan.key, self._candidate.captured.call)
-        for captured in self._cache.graphs():
+        for captured in [*self._trial, *self._cache.graphs()]:
             due.setdefault(captured.plan.key, captured.call)
         while len(due) > self._settings.graph_capacity:
             due.popitem()
@@ -155,13 +152,16 @@ class GraphStore:
 
     def measure(self, stats: GraphStats) -> None:
         """Enter the sizes of now."""
-        trial = [] if self._candidate is None else [self._candidate.captured]
-        held = [*self._cache.graphs(), *self._cache.retired, *trial]
+        held = [*self._cache.graphs(), *self._cache.retired, *self._trial]
         stats.graphs, stats.retired = len(self._cache), len(self._cache.retired)
-        stats.on_trial = len(trial)
+        stats.on_trial = len(self._trial)
         stats.graph_bytes = sum(max(captured.device_bytes, 0) for captured in held)
         stats.arena_bytes = self._maker.arena_bytes
         stats.graph_pool_bytes = self._recorder.graph_pool_bytes
+
+    @property
+    def _trial(self) -> list[CapturedGraph]:
+        return [] if self._candidate is None else [self._candidate.captured]
 
     def _tolerates(self, key: GraphKey) -> bool:
         return self._settings.precision == "fast" and key.kind == "budget"
@@ -204,8 +204,8 @@ class GraphStore:
             self._failed(f"the trial of {captured.plan.key}", error)
 
     def _keep(self, candidate: Candidate) -> None:
-        key, times = candidate.captured.plan.key, (candidate.eager_ms, candidate.replay_ms)
-        logger.info("%s: %.1f ms eagerly, %.1f as a graph", key, *times)
+        times = candidate.eager_ms, candidate.replay_ms
+        logger.info("%s: %.1f ms eagerly, %.1f as a graph", candidate.captured.plan.key, *times)
         self._candidate = None
         self._admission.gained(candidate.captured)  # only now: one that does nothing is fast too
         for evicted in self._cache.install(candidate.captured):

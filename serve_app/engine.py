@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 BUSY_SHARE = 0.02
 """Of its time that an engine without a pause spends on idle work, in steps of about two batches."""
+RESTS_S = 0.1, 10.0
+"""After a step, at least and at most: one may do nothing, and one may wait for a compiler."""
 
 
 class Engine:
@@ -97,7 +99,8 @@ class Engine:
             return self._encoder.idle(may_rebuild=may_rebuild)
         finally:
             end = time.monotonic()
-            self._rests_until = end + (end - begin) / BUSY_SHARE
+            least, most = RESTS_S
+            self._rests_until = end + min(max((end - begin) / BUSY_SHARE, least), most)
 
     def _may_idle(self) -> bool:
         return not self._num_batches or time.monotonic() > self._rests_until

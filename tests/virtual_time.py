@@ -40,7 +40,7 @@ from encoders.graph_runner import GraphRunner
 from encoders.graph_stats import Digest
 from encoders.packing import Call, Output, PackedLayout
 from encoders.recorder import Measured
-from serve_app.engine import BUSY_SHARE
+from serve_app.engine import BUSY_SHARE, RESTS_S
 from serve_app.waiting import BatchLimits, Waiting, WaitingImages
 from tests.fake_graphs import FakeRecorder
 from tests.traces import BURSTS, CONFIG, Arrival, Bursts, arrivals
@@ -84,8 +84,8 @@ class MeteredTower:
     def __init__(self) -> None:
         self.ran: list[AttentionLayout] = []
         """Of each call since `took_ms`."""
-        self.worked: list[AttentionLayout] = []
-        """Of each call since `work_ms`."""
+        self.worked: list[AttentionLayout] | None = None
+        """Of each call of a step of idle work, while there is one."""
 
     def inputs(self, layout: PackedLayout) -> Inputs:
         return Inputs(torch.tensor(layout.cu_seqlens, dtype=torch.float32))
@@ -97,7 +97,8 @@ class MeteredTower:
         self, patches_PC: Tensor, inputs: Inputs, attention: AttentionLayout, output: Output
     ) -> Tensor:
         self.ran.append(attention)  # a capture forbids to read it
-        self.worked.append(attention)
+        if self.worked is not None:
+            self.worked.append(attention)
         return inputs.bounds_N.diff()[:, None]
 
 
@@ -145,13 +146,14 @@ class Encoder:
         replayed = self._recorder.replays > replays
         return took_ms(self._tower, replayed=replayed), replayed
 
-    def work_ms(self) -> float:
+    def work_ms(self, *, may_rebuild: bool) -> float:
         """Take a step of idle work, and what it took."""
-        self._tower.worked.clear()
-        self.runner.idle()
+        self._tower.worked = ran = []
+        self.runner.idle(may_rebuild=may_rebuild)
+        self._tower.worked = None
         return sum(
             max(EAGER_FLOOR_MS, device_ms(bounds.tolist(), max_seqlen))
-            for bounds, max_seqlen in self._tower.worked
+            for bounds, max_seqlen in ran
         )
 
     def gains(self, call: Call) -> bool:
@@ -288,15 +290,16 @@ class World:
         """When the engine turns to a batch that came now: what it does meanwhile is done before."""
         runner = self.encoder.runner
         while self._free_ms < now and runner.has_work:
-            self._capture()
+            self._capture(may_rebuild=True)
         if self._free_ms > max(now, self._rests_until_ms) and runner.has_work:
-            self._capture()
+            self._capture(may_rebuild=False)
         return max(now, self._free_ms)
 
-    def _capture(self) -> None:
-        took_ms = self.encoder.work_ms()
+    def _capture(self, *, may_rebuild: bool) -> None:
+        took_ms = self.encoder.work_ms(may_rebuild=may_rebuild)
+        least, most = (seconds * 1e3 for seconds in RESTS_S)
         self._free_ms += took_ms
-        self._rests_until_ms = self._free_ms + took_ms / BUSY_SHARE
+        self._rests_until_ms = self._free_ms + min(max(took_ms / BUSY_SHARE, least), most)
 
     def _count(
         self, batch: list[Waiting], call: Call, start: float, ms: float, replayed: bool

@@ -19,7 +19,7 @@ from encoders import attention_kernels, transfer
 from encoders.arena import Arena
 from encoders.attention import AttentionLayout, Backend, sdpa
 from encoders.attention_kernels import Target, load_aiter
-from encoders.captured import TIMINGS, GraphMaker
+from encoders.captured import TIMINGS, CapturedGraph, GraphMaker
 from encoders.config import EncoderConfig, GraphSettings
 from encoders.encoder import Encoder
 from encoders.errors import ConfigError
@@ -591,6 +591,52 @@ def test_a_graph_that_does_nothing_teaches_nothing_of_sizes() -> None:
     digest = rig.runner.digest()
     assert digest is not None
     assert (rig.runner.stats().mismatches, digest.gains_below) == (1, 25)
+
+
+def test_what_is_missed_while_its_graph_is_on_trial_is_not_captured_twice() -> None:
+    for replay_ms, kept in ((5.0, 1), (19.5, 0)):
+        rig = Rig(admission="gain")
+        rig.recorder.replay_ms = replay_ms  # eager takes 20
+        call = rig.call((3, 3))
+        rig.exact(call)
+        rig.exact(call)
+        while rig.runner.has_work:
+            rig.runner.idle()
+            rig.exact(call)
+
+        stats = rig.runner.stats()
+        assert (stats.captures, stats.graphs, stats.no_gain) == (1, kept, 1 - kept)
+        assert stats.evictions == stats.retired == 0
+
+
+def test_what_is_due_is_not_captured_when_it_has_turned_out_too_large_to_gain() -> None:
+    rig = Rig(admission="gain")
+    rig.recorder.replay_ms = 19.5
+    calls = [rig.call((n, n)) for n in range(2, 8)]
+    for call in (*calls, *calls):
+        rig.exact(call)
+    while rig.runner.idle():
+        pass
+
+    assert rig.runner.stats().captures == 2
+
+
+def test_comparisons_meet_no_zeros_of_a_padding() -> None:
+    rig = Rig(graph_mode="budget", admission="gain")
+    zeros = list[bool]()
+    agrees = GraphMaker.agrees
+
+    def watched(maker: GraphMaker, captured: CapturedGraph, call: Call) -> bool:
+        agreed = agrees(maker, captured, call)
+        zeros.append(bool((captured.place.patches_PC == 0).any()))
+        return agreed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphMaker, "agrees", watched)
+        rig.capture(rig.call((3, 3)), rig.call((3, 3)))
+
+    assert len(zeros) > 2
+    assert not any(zeros)
 
 
 def test_one_disturbed_measurement_does_not_keep_larger_batches_from_their_graphs() -> None:
