@@ -27,7 +27,7 @@ from benchmarks.serving import bare, images, meters
 from benchmarks.serving.bare import Bare, Cost, Want, cut, packed
 from benchmarks.serving.measuring import Graphs, Seen, row_of
 from benchmarks.serving.meters import Beside, Cores
-from benchmarks.serving.plans import PLANS, SIZES, Service, Shot, Wanted, stages
+from benchmarks.serving.plans import LEARNING_S, PLANS, SIZES, Service, Shot, Wanted, stages
 from benchmarks.serving.report import Report, Row, best_bare, comparisons
 from benchmarks.serving.service import app_arguments, replica_counts
 from benchmarks.serving.weights import write_random
@@ -367,6 +367,8 @@ def test_plans_share_services_and_repeat_nothing() -> None:
     assert len(closed) == len(set(closed)) == 12
     assert [case for case, callers in closed if callers > 8] == [*SIZES, "mix"]
     assert sum(shot.of_best is not None for shot in todo[fused]) == 2
+    learnt = {(shot.case, shot.concurrency): shot.warm_up_s for shot in todo[fused]}
+    assert {learnt[call] for call in closed} == {LEARNING_S}, "as with graphs off"
 
 
 @pytest.mark.parametrize("plan", sorted(PLANS))

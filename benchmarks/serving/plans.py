@@ -159,11 +159,11 @@ def graphs(wanted: Wanted) -> Pairs:
         "exact": (("graph_mode", "exact"),),
     }
     cases = wanted.cases_or(*SIZES, "mix")
+    callers = () if wanted.concurrencies else FEW_CALLERS
     for topology in wanted.topologies_or("fused"):
         for mode in wanted.graph_modes:
             service = Service(wanted.encoder, topology, graphs=modes[mode])
-            few = () if wanted.concurrencies else FEW_CALLERS
-            shots = [Shot("graphs", case, concurrency=callers) for case in cases for callers in few]
+            shots = [Shot("graphs", case, concurrency=n) for case in cases for n in callers]
             shots += [shot for _, shot in throughput("graphs", service, cases, wanted)]
             shots.append(Shot("graphs", cases[-1], of_best=LOAD_SHARE))
             for shot in shots:
@@ -238,8 +238,11 @@ def stages(names: Iterable[str], wanted: Wanted) -> dict[Service, list[Shot]]:
     for name in names:
         for service, shot in PLANS[name](wanted):
             shots = found.setdefault(service, [])
-            if not any(same(shot, other) for other in shots):
+            other = next((other for other in shots if same(shot, other)), None)
+            if other is None:
                 shots.append(shot)
+            elif shot.warm_up_s > other.warm_up_s:
+                shots[shots.index(other)] = replace(other, warm_up_s=shot.warm_up_s)
     return {
         service: sorted(shots, key=lambda shot: shot.requests is not None)
         for service, shots in found.items()
