@@ -23,6 +23,7 @@ FILES = sorted(chain.from_iterable((ROOT / package).rglob("*.py") for package in
 CONFIGS = sorted((ROOT / "configs" / "encoders").glob("*.yaml"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
 MAX_FILE_LINES = 250
 MAX_FUNCTION_LINES = 60
@@ -286,7 +287,7 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert versions[0] == serve_app.__version__
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=relative)
 def test_relative_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     paths = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
